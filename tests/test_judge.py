@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from stored_runs import lab_run
 from test_results import make_result
 
+from workshop import records
 from workshop.gate import audit, parity
-from workshop.judge import judge, wire
+from workshop.judge import judge, studies, wire
 from workshop.judge.pipe import Closed, Pipe
 from workshop.judge.plans import Plan, record
 from workshop.judge.process import Process
+from workshop.labs import LabRun
 from workshop.results import RunResult
 
 # --- messages -----------------------------------------------------------------------------------
@@ -76,10 +79,9 @@ def test_what_is_no_message_is_no_answer(content: bytes, ends: tuple[Pipe, int])
 
 TALK = """
 import json, os, sys
-read, write = map(int, sys.argv[1].split(","))
 print("gate: é", flush=True)
-question = json.loads(os.fdopen(read).readline())
-os.write(write, {answer!r})
+question = json.loads(sys.stdin.readline())
+os.write(0, {answer!r})
 {rest}
 """
 READY = b'{"kind": "ready", "values": {}, "tensors": {}}\n'
@@ -100,14 +102,13 @@ def test_a_process_answers_or_says_why_not(
 ) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     heard: list[str] = []
-    command = [sys.executable, "-c", TALK.format(answer=answer, rest=rest), "{pipe}"]
+    command = [sys.executable, "-c", TALK.format(answer=answer, rest=rest)]
     process = Process(command, os.environ, heard.append)
     try:
         process.ask("train")
         found = process.answer("ready").kind
     except Closed as closed:
-        status = process.end()
-        found = process.reason(status) if status else str(closed)
+        _, found = process.failure(closed)
     process.stop()
     assert reason in found
     assert heard == ["gate: é"]
@@ -222,3 +223,65 @@ def test_an_outcome_and_a_course_survive_the_pipe(ends: tuple[Pipe, int]) -> Non
                 assert torch.equal(back.moved["a"], course.moved["a"])
                 assert torch.equal(back.fingerprint["a"], course.fingerprint["a"])
                 assert back.distance == course.distance
+
+
+# --- studies of labs ----------------------------------------------------------------------------
+
+LAB_STEPS = [[10.0, 10.0], [12.0, 8.0]]  # 40 ms
+
+
+@pytest.mark.parametrize(
+    ("spans", "judge_ms", "waited_ms", "step_ms", "wrong"),
+    [
+        (LAB_STEPS, 41.0, 0.0, [10.0, 10.0, 12.0, 8.0], ""),
+        (LAB_STEPS, 60.0, 0.0, [10.0, 10.0, 12.0, 8.0], ""),
+        (LAB_STEPS, 80.0, 0.0, [10.0, 10.0, 12.0, 8.0], "add up to 40.0 ms, the judge's clock"),
+        (LAB_STEPS, 10.0, 0.0, [10.0, 10.0, 12.0, 8.0], "the judge's clock says 10.0 ms"),
+        (LAB_STEPS, 80.0, 30.0, [20.0, 20.0, 24.0, 16.0], ""),  # other programs had the processor
+        ([[1.0, 1.0, 1.0, 397.0]], 400.0, 0.0, [100.0] * 4, ""),  # a median says nothing of these
+    ],
+)
+def test_a_labs_times_add_up_to_the_judges(
+    spans: studies.Spans, judge_ms: float, waited_ms: float, step_ms: list[float], wrong: str
+) -> None:
+    run = lab_run()
+    studies.each_step(run, spans)
+    studies._settle(run, spans, judge_ms, waited_ms)
+    assert (run.step_ms, run.judge_ms) == (step_ms, judge_ms / 4)
+    assert run.audit.status == ("fail" if wrong else "not run")
+    assert wrong in "".join(run.audit.failures)
+
+
+TELLS = """
+import json, os, sys
+def say(kind, **values):
+    message = {{"kind": kind, "values": values, "tensors": {{}}}}
+    os.write(0, json.dumps(message).encode() + b"\\n")
+for kind in ("ready", "begin"):
+    say(kind)
+    sys.stdin.readline()
+{rest}
+"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "error"),
+    [
+        ('say("done", step_ms=[1e-9]); say("measured", gate={"status": "pass"})', ""),
+        ('say("done", step_ms=[1e-9]); say("measured", step_ms=[5.0], subject="x", unit="y")', ""),
+        ('say("done", step_ms=[]); say("measured")', "the process told no times"),
+        ('say("done", step_ms=[float("nan")])', "the process told no times"),
+        ('say("done", step_ms=[-1.0, 9.0])', "the process told no times"),
+        ('say("done", step_ms=[1.0]); say("measured", metrics=3)', "the process told nonsense"),
+        ('say("measured", status="complete")', "answered 'measured', not done"),
+        ("sys.exit('error: it needs a widget')", "it needs a widget"),
+    ],
+)
+def test_a_labs_record_is_what_was_asked_for(rest: str, error: str, tmp_path: Path) -> None:
+    asked = lab_run(step_ms=[])
+    command = [sys.executable, "-c", TELLS.format(rest=rest)]
+    (run,) = studies.in_turns([studies.Plan(command, [asked], tmp_path)], 1)
+    assert (run.status, error in (run.error or "")) == ("failed" if error else "complete", True)
+    assert (run.subject, run.unit) == (asked.subject, asked.unit)
+    assert error or run.step_ms == [1e-9]
+    assert records.load_folder(tmp_path, LabRun) == [run]

@@ -35,7 +35,7 @@ from labs.inference_benchmark.modes import Setting, Variant
 from workshop import labs, results
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
-from workshop.run import markers, memory, turns
+from workshop.run import markers, memory
 from workshop.versions import ROOT
 
 PROGRAM = ROOT / "labs" / "inference_benchmark" / "micro_benchmarking_pytorch.py"
@@ -652,26 +652,6 @@ def test_the_guides_lines_and_the_result_file(tmp_path: Path) -> None:
     assert run.status == "complete" and len(run.step_ms) == 3
     assert run.command[0] == PROGRAM.name and str(tmp_path) not in json.dumps(run.command)
     assert run.flops_per_step == pytest.approx(2 * 3.63e9, rel=0.01)
-
-
-def test_a_run_is_as_old_as_its_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that prepare beside each other begin in any order, rows are in that of turns."""
-    ends, true_measure = [], measure.measure_inference
-
-    def measured(*parts: Any) -> measure.Measured:
-        found = true_measure(*parts)
-        ends.append(results.now())
-        return found
-
-    monkeypatch.setattr(networks, "get_network", lambda name: SMALL)
-    monkeypatch.setattr(measure, "measure_inference", measured)
-    words = ["--batch-size", "2", "--iterations", "1", "--output-dir", str(tmp_path)]
-    assert single.run(arguments(*words)) == 0
-    assert the_run(tmp_path).created >= ends[0]
-    planned = single.planned(["--network", "small", "--device", "cpu"])
-    before = planned.created
-    plan = turns.Plan([sys.executable, "-c", "raise SystemExit('no')"], planned, tmp_path)
-    assert turns.Child(plan).measure().created > before
 
 
 @pytest.mark.parametrize("flags", ((), ("--mode", "training")), ids=str)

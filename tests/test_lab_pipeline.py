@@ -504,12 +504,11 @@ def test_a_red_rung_gets_no_throughput(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "crop_batch", shifted_crop)
-    path = tmp_path / "result.jsonl"
-    flags = ["--rung", "resident", "--folder", str(made), "--result-file", str(path)]
+    flags = ["--rung", "resident", "--folder", str(made), "--output-dir", str(tmp_path)]
     flags += ["--epochs", "1", "--iterations", "2", "--batch-size", "8", "--device", "cpu"]
     profile = tmp_path / "profile"
     assert main([*flags, "--profile-dir", str(profile)]) == 1
-    (run,) = records.load_runs(path, LabRun)
+    (run,) = records.load_folder(tmp_path, LabRun)
     assert (profile / "steps.png").is_file() and not profiling.mean_step(run)
     assert run.status == "gate failed" and labs.build_rows([run])[0].units_per_s is None
 
@@ -540,7 +539,7 @@ def test_a_graph_trains_the_same(
     assert make_dataset.main(made) == 0
     flags = ["--rung", rung, "--folder", folder, "--device", "cuda", "--epochs", "1"]
     flags += ["--iterations", "4", "--batch-size", "8", "--resnet-batch-size", "8"]
-    assert main([*flags, "--result-file", str(tmp_path / "result.jsonl")]) == faulty
+    assert main([*flags, "--output-dir", str(tmp_path)]) == faulty
 
 
 def test_the_number_of_workers_follows_from_the_rates(

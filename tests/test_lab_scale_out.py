@@ -30,6 +30,7 @@ from workshop import cli, errors, labs, records, versions
 from workshop.errors import WorkshopError
 from workshop.gate import audit as gate_audit
 from workshop.gate import gate_size
+from workshop.judge import turn
 from workshop.labs import LabRun
 from workshop.results import RunResult
 from workshop.run import trainer
@@ -278,13 +279,14 @@ def test_groups_that_prepare_beside_each_other_do_it_one_after_the_other(
     noted(proof, "check", proof.check)
     noted(loop.Training, "get_ready", loop.Training.get_ready)
     noted(group, "of_all", group.of_all)
-    noted(group, "take_turn", lambda group: None)
+    noted(turn.Turn, "wait", turn.Turn.wait)
+    monkeypatch.setattr(request, "Turn", lambda judged: turn.Turn(judged=False))
     trace = str(tmp_path / "trace.json.gz")
     words = [*GATED, *of_steps(STEPS)]
-    assert train.main([*words, "--output-dir", str(tmp_path), "--wait-turn", "--trace", trace]) == 0
+    assert train.main([*words, "--output-dir", str(tmp_path), "--candidate", "--trace", trace]) == 0
     after = seen[[name for name, _ in seen].index("check") :]
     # The lock ends when all processes of the group have said that they are ready.
-    locked = {"check": True, "get_ready": True, "of_all": True, "take_turn": False}
+    locked = {"check": True, "get_ready": True, "of_all": True, "wait": False}
     assert after[:4] == [*locked.items()]
 
 

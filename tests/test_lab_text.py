@@ -634,7 +634,6 @@ def test_engines_are_measured_in_turns(
     done = [run for run in runs if run.variant == "fp32, fast"]
     assert len(done) == 4 and all(run.gate.status == "pass" for run in done)
     assert len({run.metrics["copy_gbs"] for run in done}) == 1  # one floor for each subject
-    assert all("--wait-turn" in run.command for run in done)  # none of them tunes kernels
     assert [run.status for run in runs if run not in done] == ["skipped", "skipped"]
     assert (tmp_path / "engines.md").read_text().count("| pass |") == 2
     assert (tmp_path / "engines.png").stat().st_size > 10_000

@@ -4,7 +4,6 @@ takes milliseconds; and the program itself."""
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from test_profile_scripts import is_running, wait_for
 from labs.inference_benchmark import networks, single, studies
 from labs.inference_benchmark.micro_benchmarking_pytorch import main
 from workshop import records, results
+from workshop.judge import studies as turns
 from workshop.labs import LabRun
-from workshop.run import turns
 from workshop.versions import ROOT
 
 PROGRAM = ROOT / "labs" / "inference_benchmark" / "micro_benchmarking_pytorch.py"
@@ -25,7 +24,7 @@ NAMES = ("resnet18", "alexnet", "vgg11", "vgg13")
 FLAGS = ["--network", "all", "--batch-size", "2", "--device", "cpu"]
 
 STAND_IN = """
-import json, os, signal, sys, time
+import json, os, sys, time
 from pathlib import Path
 here, words = Path(__file__).parent, sys.argv[1:]
 value = dict(zip(words, words[1:]))
@@ -42,23 +41,19 @@ if fault == "memory":
 if fault == "crash":
     os.abort()
 time.sleep(1e6 if fault == "never" else 0.2)
-if "--wait-turn" in words:
-    log("ready")
-    print("ready", flush=True)
+def say(kind, **values):
+    message = {"kind": kind, "values": values, "tensors": {}}
+    os.write(0, json.dumps(message).encode() + b"\\n")
+log("ready")
+for kind in ("ready", "begin"):
+    say(kind)
     if not sys.stdin.readline():
         sys.exit(130)
-status = "complete"
-try:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    log("begin")
-    time.sleep(1e6 if fault == "endless" else 0.05)
-except KeyboardInterrupt:
-    status = "interrupted"
-head, run = map(json.loads, (here / (name.split()[1] + ".jsonl")).read_text().splitlines())
-head["session"], run["options"]["network"] = value["--session"], value["--network"]
-run["baseline"], run["status"] = value["--baseline"], status
-run["subject"] = run["subject"].replace("resnet18", value["--network"])
-Path(value["--result-file"]).write_text(f"{json.dumps(head)}\\n{json.dumps(run)}\\n")
+    if kind == "ready":
+        log("begin")
+        time.sleep(1e6 if fault == "endless" else 0.05)
+say("done", step_ms=[2.0 if name.endswith("plain") else 1.0] * 3)
+say("measured", gate={"status": "pass"}, subject="another", step_ms=[9.0])
 log("end")
 """
 
@@ -99,13 +94,8 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     (tmp_path / "program.py").write_text(STAND_IN)
     monkeypatch.setattr(studies, "PROGRAM", tmp_path / "program.py")
     monkeypatch.setattr(networks, "NAMES", NAMES)
-    common = ["--network", "resnet18", *FLAGS[2:], "--study", "all networks", "--precision", "bf16"]
     monkeypatch.setattr(studies, "_half", lambda device: "bf16")
-    for name, flags, ms in (("plain", [], 2.0), ("fast", ["--channels-last", "--compile"], 1.0)):
-        run = single.planned([*common, *flags])
-        run.step_ms, run.gate.status = [ms] * 3, "pass"
-        run.created = f"2026-01-01T00:00:0{ms:.0f}"  # of processes side by side any comes first
-        records.save(run, tmp_path / f"{name}.jsonl")
+    monkeypatch.setattr(turns, "FIXED_MS", 1e6)  # these times are invented
     made = StandIn(tmp_path)
     made.faults("")
     return made
@@ -135,7 +125,7 @@ def test_one_that_fails_or_never_gets_ready_is_a_row_and_resume_runs_it_again(
     for why in (
         "torch.AcceleratorError: CUDA error: no more memory",
         "not ready to be timed",
-        "ended by SIGABRT",
+        "crashed with SIGABRT",
     ):
         assert f"failed; {why}" in output
     assert stand_in.statuses() == {
@@ -187,7 +177,6 @@ def test_an_interrupt_ends_all_and_keeps_what_is_complete(
         [True, True, True, False],
     ]
     of_run = stand_in.statuses()
-    assert of_run.pop("vgg13") == ["interrupted"]  # it saved what it had when it was ended
     assert of_run == {name: ["complete"] * 2 for name in NAMES[:3]}
     events = stand_in.log()
     assert len({pid for _, pid, _ in events}) == 8
@@ -196,24 +185,13 @@ def test_an_interrupt_ends_all_and_keeps_what_is_complete(
 
 @pytest.mark.slow
 def test_the_program_waits_for_its_turn(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    flags = ["--network", "resnet18", *FLAGS[2:], "--iterations", "2", "--warmup-iterations", "1",
-             "--result-file", str(path), "--wait-turn"]  # fmt: skip
-    command = [sys.executable, str(PROGRAM), *flags, "--output-dir", str(tmp_path)]
-    for line, status in ((b"\n", 0), (b"", 130)):
-        path.unlink(missing_ok=True)
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            assert next(said for said in process.stdout if said == b"ready\n")
-            assert not path.exists()
-            given = results.now()
-            process.communicate(line)
-        assert process.returncode == status and path.exists() == (status == 0)
-        if status == 0:
-            (run,) = records.load_runs(path, LabRun)
-            assert run.status == "complete" and run.ceiling_tflops
-            assert "--wait-turn" not in run.command
-            assert run.created >= given  # rows are in the order of the turns
+    flags = ["--network", "resnet18", *FLAGS[2:], "--iterations", "2", "--warmup-iterations", "1"]
+    planned = single.planned(flags, "compare precision", "s")
+    plan = turns.Plan([sys.executable, str(PROGRAM), *flags], [planned], tmp_path)
+    begun = results.now()
+    (run,) = turns.in_turns([plan], 1)
+    assert run.status == "complete" and run.ceiling_tflops and run.created > begun
+    assert run.judge_ms and run.command == [PROGRAM.name, *flags]
 
 
 def test_jobs_are_for_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

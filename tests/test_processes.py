@@ -40,12 +40,6 @@ folder.mkdir()
 (folder / "run_nsys.sh").write_text(f"{sys.executable} {here}/child.py; true")
 run_all.main(["--folder", str(folder), "--output-dir", str(here / "out"), "run_nsys.sh"])
 """,
-    "networks in turns": """
-from workshop.run import turns
-plan = turns.Plan([sys.executable, str(here / "child.py")], None, here)
-with turns.prepared([plan]):
-    pass
-""",
     "an exercise's check": """
 from workshop.exercises import runner, sheet
 folder = here / "version1_pytorch_baseline" / "exercises" / "endless"

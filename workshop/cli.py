@@ -65,7 +65,7 @@ def _run(request: Request) -> int:
     if request.arguments.profile_steps:
         return profile_run.profile(request)
     if request.arguments.candidate:
-        with Pipe(*map(int, request.arguments.candidate.split(","))) as pipe:
+        with Pipe.to_judge() as pipe:
             return within_memory(request, lambda: candidate.serve(request, pipe))
     return within_memory(request, lambda: _gate_train_save(request))
 

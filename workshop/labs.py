@@ -16,6 +16,13 @@ from dataclasses import dataclass, field
 from workshop.results import Count, Positive, Run, Value
 from workshop.run import timing
 
+TOLD = (
+    *("status", "error", "losses", "setup_s", "memory_mb", "metrics", "options", "software"),
+    *("flops_per_step", "ceiling_tflops", "plausibility", "gate", "audit"),
+)
+"""The fields of a LabRun that its process tells the judge: the others are what it was asked for,
+and its times."""
+
 
 @dataclass(kw_only=True)
 class LabRun(Run):

@@ -175,7 +175,7 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
         "much as V1 in high precision has the memory for)",
     )
     # The judge's end of two pipes, as READ,WRITE: see workshop/judge/.
-    add("--candidate", help=argparse.SUPPRESS)
+    add("--candidate", action="store_true", help=argparse.SUPPRESS)  # see workshop/judge
     add(
         "--no-gate",
         action="store_true",

@@ -5,7 +5,7 @@ import copy
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,10 +23,11 @@ from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
 from workshop import errors, labs, records, results
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.gate.steps import State, Watch
+from workshop.judge.turn import Clock, Turn
 from workshop.labs import LabRun
-from workshop.run import hardware, lab_record, markers, memory, startup, trainer, turns
+from workshop.run import hardware, lab_record, markers, memory, startup, trainer
 from workshop.run.precision import PRECISIONS, set_arithmetic, untuned
-from workshop.run.timing import StepClock, median
+from workshop.run.timing import median
 
 SETTLING_STEPS = 5
 """Steps that are not in the time of a training of one epoch: in them memory, compilers and a graph
@@ -54,6 +55,7 @@ class Run:
     history: list[dict[str, float]]
     """A line for each complete epoch."""
     reference: proof.Reference
+    turn: Turn
     epoch: int = 0
     """How many are complete."""
     best_accuracy: float = 0.0
@@ -125,7 +127,8 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
         arguments.model, dataset, device, arguments.batch_size, images, arguments.seed,
         arguments.lr, warmup, total, arguments.label_smoothing,
     )  # fmt: skip
-    ready = Run(arguments, dataset, batches, training, record, settings, [], reference)
+    turn = Turn(arguments.candidate)
+    ready = Run(arguments, dataset, batches, training, record, settings, [], reference, turn)
     if saved:
         _resume(ready, saved)
     return ready
@@ -151,7 +154,12 @@ def variant_of(arguments: argparse.Namespace, precision: str) -> Variant:
 
 
 def new_run(
-    arguments: argparse.Namespace, dataset: str, variant: Variant, device: torch.device
+    arguments: argparse.Namespace,
+    dataset: str,
+    variant: Variant,
+    device: torch.device,
+    session: str = "",
+    command: Sequence[str] = (),
 ) -> LabRun:
     """A record of a run that has not measured yet."""
     where = "data on the GPU" if device.type == "cuda" else "data on the device"
@@ -160,14 +168,14 @@ def new_run(
     return lab_record.begin(
         device,
         variant.precision,
-        arguments.session,
-        ("--output-dir", "--out-dir", "--data", "--resume", "--result-file", "--wait-turn"),
+        session,
+        ("--output-dir", "--out-dir", "--data", "--resume"),
+        command,
         lab=request.LAB,
         subject=f"{arguments.model}, {dataset}, batch {arguments.batch_size}, training",
         variant=f"{variant.label}, {source}",
         unit="images",
         units_per_step=arguments.batch_size,
-        baseline=arguments.baseline,
         options={
             **asdict(variant),
             "asked_for_dataset": arguments.dataset,
@@ -187,9 +195,9 @@ def train(ready: Run) -> int:
 
     training, record, arguments = ready.training, ready.record, ready.arguments
     startup.watch_compilers(torch_compile=training.variant.compile)
-    if arguments.wait_turn:
+    if ready.turn.judged:
         _compile(ready)
-        turns.wait_turn()
+        ready.turn.wait()
     watch = Watch(
         lambda: State.of(training.model, training.optimizer, training.scaler),
         ready.reference.sgd(),
@@ -240,18 +248,21 @@ def _epoch(
     ready: Run, watch: Watch, advance: Callable[[], object]
 ) -> tuple[list[float], list[float]]:
     """Trains one epoch; times in ms, with the wait for the batch, and losses of its steps."""
-    training, clock, losses = ready.training, StepClock(ready.training.device), list[Tensor]()
+    training, losses = ready.training, list[Tensor]()
+    clock = Clock(training.device, ready.turn)
     training.model.train()
-    clock.mark()
+    clock.start()
     for images, labels in ready.batches.epoch(ready.epoch):
         loss = training.step(images, labels)
         clock.mark()
         losses.append(loss)
-        if watch.see(training.done - 1, loss):
-            clock.resume()
+        if watch.wants(training.done - 1):
+            clock.stop()
+            watch.see(training.done - 1, loss)
+            clock.start()
         advance()
-    times = clock.durations_ms()
-    return times, torch.stack(losses).tolist()
+    clock.stop()
+    return clock.step_ms, torch.stack(losses).tolist()
 
 
 def _end_epoch(ready: Run, times: list[float], losses: list[float]) -> None:
@@ -294,7 +305,10 @@ def _finish(ready: Run, watch: Watch, epochs: list[list[float]], losses: list[fl
     weights = {name: tensor.cpu() for name, tensor in training.model.state_dict().items()}
     checkpoints.save(ready.path("final_weights.pt"), weights)
     curves.draw(record.subject, ready.history, ready.path("curves.png"))
-    _time(record, epochs)
+    record.single_step_ms = [ms for times in epochs for ms in times]
+    time_epochs(record, len(epochs))
+    settling = record.single_step_ms[: len(epochs[0]) if epochs[1:] else SETTLING_STEPS]
+    record.setup_s |= {"compile": startup.compile_seconds(), "warm_up": sum(settling) / 1e3}
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         parts = memory.break_down(peak, training.model, training.optimizer, "allocator")
@@ -316,24 +330,23 @@ def _finish(ready: Run, watch: Watch, epochs: list[list[float]], losses: list[fl
     record.plausibility = labs.implausible(record)
     passed = record.gate.status == "pass"
     record.status = "complete" if passed else "gate failed"
-    own = records.path_in(ready.arguments.output_dir, record.session)
-    path = ready.arguments.result_file or own
-    records.save(record, path)
-    if ready.arguments.wait_turn:
-        turns.end_turn()
-    _summary(ready, path)
+    if ready.turn.judged:
+        ready.turn.tell(record)
+    else:
+        path = records.path_in(ready.arguments.output_dir, record.session)
+        records.save(record, path)
+        _summary(ready, path)
     return errors.DONE if passed else errors.ANSWER_IS_NO
 
 
-def _time(record: LabRun, epochs: list[list[float]]) -> None:
+def time_epochs(record: LabRun, epochs: int) -> None:
     """A step's time is an epoch's, divided by its steps. The median step would mislead: workers
     deliver in bursts, so that most steps wait for nothing and one waits for all."""
-    record.single_step_ms = [ms for times in epochs for ms in times]
-    settling = min(SETTLING_STEPS, len(epochs[0]) - 1)
-    timed = epochs[1:] or [epochs[0][settling:]]
-    record.step_ms = [sum(times) / len(times) for times in timed]
-    warm_up = epochs[0] if epochs[1:] else epochs[0][:settling]
-    record.setup_s |= {"compile": startup.compile_seconds(), "warm_up": sum(warm_up) / 1e3}
+    times = record.single_step_ms
+    steps = len(times) // epochs
+    timed = [times[i : i + steps] for i in range(steps, len(times), steps)]
+    timed = timed or [times[min(SETTLING_STEPS, steps - 1) :]]
+    record.step_ms = [sum(epoch) / len(epoch) for epoch in timed]
 
 
 def _summary(ready: Run, path: Path) -> None:

@@ -7,8 +7,10 @@ Whole epochs with data loading, in alternating processes; speed-ups are over `--
 """
 
 import argparse
+import itertools
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -24,8 +26,9 @@ from labs.cifar10_roofline import data, loop, request
 from workshop import errors, labs, records, results
 from workshop.arguments import count, parse
 from workshop.compare import lab_table, tables
+from workshop.judge import studies
 from workshop.labs import LabRun
-from workshop.run import hardware, timing, turns
+from workshop.run import hardware, timing
 
 PROGRAM = Path(__file__).with_name("train.py")
 Flags = tuple[str, ...]
@@ -91,8 +94,8 @@ def _measure(arguments: argparse.Namespace) -> int:
     dataset = data.load(asked.dataset, asked.data).name
     session = results.new_session()
     kinds = variants(device)
-    common = [*arguments.flags, "--dataset", dataset, "--session", session]
-    common += ["--baseline", _record([*common, *kinds[0]], device).variant]
+    common = [*arguments.flags, "--dataset", dataset]
+    baseline = _record([*common, *kinds[0]], device, session).variant
     plans = [
         (*common, "--model", model, "--batch-size", str(batch), *flags)
         for model in arguments.models
@@ -103,26 +106,38 @@ def _measure(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for repeat in range(arguments.repeats):
             ordered = plans[:: 1 - 2 * (repeat % 2)]
-            children = [_plan(flags, device, folder, scratch) for flags in ordered]
-            for run in turns.in_turns(children, arguments.jobs):
+            made = [
+                _plan(flags, _record(flags, device, session, baseline), folder, scratch)
+                for flags in ordered
+            ]
+            for run in studies.in_turns(made, arguments.jobs):
                 runs.append(run)
                 print(f"{run.subject}, {run.variant}: {_outcome(run)}", flush=True)
     return _show(runs, folder)
 
 
-def _record(flags: list[str] | Flags, device: torch.device) -> LabRun:
+def _record(flags: Sequence[str], device: torch.device, session: str, baseline: str = "") -> LabRun:
     """Of a training that has not begun; raises WorkshopError for flags that can't be."""
     arguments = request.build_parser().parse_args(flags)
     request.check(arguments, device)
     precision = request.precision_of(arguments, device)
     variant = loop.variant_of(arguments, precision.name)
-    return loop.new_run(arguments, arguments.dataset, variant, device)
+    command = [PROGRAM.name, *flags]
+    record = loop.new_run(arguments, arguments.dataset, variant, device, session, command)
+    record.baseline = baseline
+    return record
 
 
-def _plan(flags: Flags, device: torch.device, folder: Path, scratch: str) -> turns.Plan:
-    record = _record(flags, device)
+def _plan(flags: Flags, record: LabRun, folder: Path, scratch: str) -> studies.Plan:
     files = ["--out-dir", tempfile.mkdtemp(dir=scratch)]
-    return turns.Plan([sys.executable, str(PROGRAM), *flags, *files], record, folder)
+    command = [sys.executable, str(PROGRAM), *flags, *files]
+    epochs = request.build_parser().parse_args(flags).epochs
+
+    def take_times(run: LabRun, spans: studies.Spans) -> None:
+        run.single_step_ms = list(itertools.chain.from_iterable(spans))
+        loop.time_epochs(run, epochs)
+
+    return studies.Plan(command, [record], folder, take_times)
 
 
 def _outcome(run: LabRun) -> str:

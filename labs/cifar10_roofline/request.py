@@ -135,10 +135,7 @@ def _add_files(add: Add) -> None:
     )
     add("--save-every", type=int, default=0, metavar="N", help="epochs (default 0: never)")
     add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint of this program")
-    for flag in ("--session", "--baseline"):  # runs of one session are compared
-        add(flag, default="", help=argparse.SUPPRESS)
-    add("--result-file", type=Path, help=argparse.SUPPRESS)
-    add("--wait-turn", action="store_true", help=argparse.SUPPRESS)  # see workshop/run/turns.py
+    add("--candidate", action="store_true", help=argparse.SUPPRESS)  # of measure_table.py
 
 
 def _add_speed(add: Add) -> None:

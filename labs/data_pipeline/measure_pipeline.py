@@ -9,6 +9,7 @@ it trains on the plain loop's images, to the plain loop's losses and weights.
 """
 
 import argparse
+import itertools
 import sys
 import tempfile
 import textwrap
@@ -35,8 +36,9 @@ from workshop.arguments import count, parse
 from workshop.compare import lab_table, tables
 from workshop.compare.tables import Line, Table, number
 from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.judge import studies
 from workshop.labs import LabRow, LabRun
-from workshop.run import hardware, timing, turns
+from workshop.run import hardware, timing
 
 RATES = "rates"
 MOST_OPEN_MS = 1e4
@@ -87,12 +89,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help=f"for result files (default: results/{LAB} of this checkout)",
     )
-    add("--session", default="", help=argparse.SUPPRESS)
     for flag in ("--rung", "--folder"):  # what one process measures
         add(flag, help=argparse.SUPPRESS)
-    for flag in ("--result-file", "--profile-dir", "--audit"):
+    for flag in ("--profile-dir", "--audit"):
         add(flag, type=Path, help=argparse.SUPPRESS)
-    add("--wait-turn", action="store_true", help=argparse.SUPPRESS)  # see workshop/run/turns.py
+    add("--candidate", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -239,18 +240,18 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> int:
         if (formats := {rungs.settings(name, 1).format for name in names
                         if not reasons[name] and rungs.is_large(name) == large})
     }  # fmt: skip
-    arguments.session = results.new_session()
-    runs = [_skipped(arguments, name, device, why, folder) for name, why in reasons.items() if why]
-    profiles = folder / "profiles" / arguments.session
+    session = results.new_session()
+    runs = [_skipped(arguments, name, device, why, session) for name, why in reasons.items() if why]
+    profiles = folder / "profiles" / session
     with tempfile.TemporaryDirectory() as arguments.audit:
         for repeat in range(arguments.repeats):
             plans = [
-                _plan(arguments, name, folders[rungs.is_large(name)], device,
+                _plan(arguments, name, folders[rungs.is_large(name)], device, session,
                       [] if repeat else ["--profile-dir", str(profiles / name)])
                 for name in names[:: 1 - 2 * (repeat % 2)]
                 if not reasons[name]
             ]  # fmt: skip
-            for one in turns.in_turns(plans, arguments.jobs):
+            for one in studies.in_turns(plans, arguments.jobs):
                 runs.append(one)
                 print(f"{one.variant}: {_outcome(one)}", flush=True)
     return _show(runs, names, folder, profiles)
@@ -276,11 +277,11 @@ def _missing(arguments: argparse.Namespace, name: str, device: torch.device) -> 
 
 
 def _skipped(
-    arguments: argparse.Namespace, name: str, device: torch.device, reason: str, folder: Path
+    arguments: argparse.Namespace, name: str, device: torch.device, reason: str, session: str
 ) -> LabRun:
-    record = measure_rung.new_run(arguments, name, _folder_name(arguments, name), device)
+    record = measure_rung.new_run(arguments, name, _folder_name(arguments, name), device, session)
     record.status, record.error = "skipped", reason
-    records.add(record, folder)
+    records.add(record, arguments.output_dir)
     print(f"{name}: skipped: {reason}")
     return record
 
@@ -298,20 +299,26 @@ def _plan(
     name: str,
     folder: Path,
     device: torch.device,
+    session: str,
     more: Sequence[str],
-) -> turns.Plan:
-    record = measure_rung.new_run(arguments, name, folder, device)
+) -> studies.Plan:
     flags = {
         "steps": name, "rung": name, "folder": folder,
         "workers": arguments.workers, "batch-size": arguments.batch_size,
         "resnet-batch-size": arguments.resnet_batch_size, "epochs": arguments.epochs,
         "seed": arguments.seed, "device": device, "open-ms": arguments.open_ms,
-        "session": arguments.session, "audit": arguments.audit,
+        "audit": arguments.audit,
     }  # fmt: skip
     if arguments.iterations:
         flags["iterations"] = arguments.iterations
     words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-    return turns.Plan([sys.executable, __file__, *words, *more], record, arguments.output_dir)
+    command = [__file__, *words, *more]
+    record = measure_rung.new_run(arguments, name, folder, device, session, command)
+
+    def take_times(run: LabRun, spans: studies.Spans) -> None:
+        measure_rung.time_epochs(run, list(itertools.chain.from_iterable(spans)), arguments.epochs)
+
+    return studies.Plan([sys.executable, *command], [record], arguments.output_dir, take_times)
 
 
 def _outcome(run: LabRun) -> str:

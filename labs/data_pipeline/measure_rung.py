@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -22,16 +22,15 @@ from labs.data_pipeline.reference import Asked
 from labs.data_pipeline.slow import SlowOpens
 from workshop import errors, labs, records, results
 from workshop.errors import NotOnThisMachine, OutOfMemory, WorkshopError
+from workshop.judge.turn import Clock, Turn
 from workshop.labs import LabRun
 from workshop.profilers.runner_files import RUN_FILE
-from workshop.run import hardware, lab_record, memory, startup, trainer, turns
+from workshop.run import hardware, lab_record, memory, startup, trainer
 from workshop.run.precision import set_arithmetic
-from workshop.run.timing import StepClock
 
 LAB = "data_pipeline"
 SHARED_MEMORY = Path("/dev/shm")
-HIDDEN = ("--output-dir", "--result-file", "--wait-turn", "--dataset-dir", "--session", "--rung",
-          "--folder", "--profile-dir", "--audit")  # fmt: skip
+HIDDEN = ("--output-dir", "--dataset-dir", "--rung", "--folder", "--profile-dir", "--audit")
 _OUT_OF_SHARED_MEMORY = "Bus error|unable to (allocate|write|resize) .*shm|No space left on device"
 
 
@@ -40,7 +39,7 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
     device = hardware.get_device(arguments.device)
     record = new_run(arguments, name, folder, device)
     rungs.check(name, device, arguments.workers)
-    settings = rungs.settings(name, arguments.workers)
+    settings, turn = rungs.settings(name, arguments.workers), Turn(arguments.candidate)
     set_arithmetic("fp32")
     startup.watch_compilers(torch_compile=settings.compile)
     with trainer.memory_failure_as(lambda asked: _too_large(record, asked)):
@@ -49,10 +48,9 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
         loop = Loop(
             settings, source, device, size, arguments.iterations, images.classes, arguments.seed
         )
-        if arguments.wait_turn:
-            turns.wait_turn()
+        turn.wait()
         rates_of(record, images, source, loop)
-        seen = train(record, loop, arguments.epochs)
+        seen = train(record, loop, arguments.epochs, turn)
         seen.end()
         record.metrics["model_per_s"] = rates.model_rate(loop)
         if arguments.profile_dir:
@@ -74,15 +72,23 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
     record.plausibility = labs.implausible(record)
     passed = record.gate.status == "pass"
     record.status = "complete" if passed else "gate failed"
-    records.save(record, arguments.result_file)
+    if turn.judged:
+        turn.tell(record)
+    else:
+        records.add(record, arguments.output_dir)
     if arguments.profile_dir:
         records.write(record, arguments.profile_dir / RUN_FILE)
-    if arguments.wait_turn:
-        turns.end_turn()
     return errors.DONE if passed else errors.ANSWER_IS_NO
 
 
-def new_run(arguments: argparse.Namespace, name: str, folder: Path, device: torch.device) -> LabRun:
+def new_run(
+    arguments: argparse.Namespace,
+    name: str,
+    folder: Path,
+    device: torch.device,
+    session: str = "",
+    command: Sequence[str] = (),
+) -> LabRun:
     """A record of a rung that has not been measured yet."""
     settings = rungs.settings(name, arguments.workers)
     batch = arguments.resnet_batch_size if rungs.is_large(name) else arguments.batch_size
@@ -94,8 +100,9 @@ def new_run(arguments: argparse.Namespace, name: str, folder: Path, device: torc
     return lab_record.begin(
         device,
         precision,
-        arguments.session,
+        session,
         HIDDEN,
+        command,
         lab=LAB,
         subject=subject,
         variant=name,
@@ -149,36 +156,44 @@ def rates_of(record: LabRun, images: Images, source: Source, loop: Loop) -> None
 # --- the timed epochs ----------------------------------------------------------------------------
 
 
-def train(record: LabRun, loop: Loop, epochs: int) -> proof.Seen:
-    """An epoch in which compilers, workers and memory settle, then so many that are timed.
+def train(record: LabRun, loop: Loop, epochs: int, turn: Turn) -> proof.Seen:
+    """An epoch in which compilers, workers and memory settle, then so many that are timed."""
+    seen, waited = proof.Seen(loop), Waits(loop.loader)
+    on_gpu = loop.device.type == "cuda"
 
-    A sample is an epoch's time divided by its steps, with the start of its workers: single steps
-    come in bursts, as workers finish together, and their median would leave out the wait.
-    """
-    seen, clock = proof.Seen(loop), StepClock(loop.device)
-    on_gpu, waited = loop.device.type == "cuda", Waits(loop.loader)
-    clock.mark()
-    for epoch in range(1 + epochs):
-        if epoch == 1:
-            waited.seconds, start = 0.0, time.perf_counter()
-            if on_gpu and not loop.settings.graph:  # whose capture starts the count
-                torch.cuda.reset_peak_memory_stats(loop.device)
-        loop.order.epoch = epoch
-        for step in loop.train(waited, epoch):
-            clock.mark()
-            seen.see(epoch, step)
-    times = clock.durations_ms()
-    record.metrics["wait_share"] = waited.seconds / (time.perf_counter() - start)
-    steps = len(times) // (1 + epochs)
-    record.step_ms = [sum(times[i : i + steps]) / steps for i in range(steps, len(times), steps)]
+    def timed(numbers: range, turn: Turn) -> list[float]:
+        clock = Clock(loop.device, turn)
+        clock.start()
+        for epoch in numbers:
+            loop.order.epoch = epoch
+            for step in loop.train(waited, epoch):
+                clock.mark()
+                seen.see(epoch, step)
+        clock.stop()
+        return clock.step_ms
+
+    settling = timed(range(1), Turn(judged=False))
+    if on_gpu and not loop.settings.graph:  # whose capture starts the count
+        torch.cuda.reset_peak_memory_stats(loop.device)
+    waited.seconds = 0.0
+    times = timed(range(1, 1 + epochs), turn)
+    record.metrics["wait_share"] = waited.seconds / (sum(times) / 1e3)
+    time_epochs(record, times, epochs)
     record.losses = results.finite(torch.stack(seen.losses).tolist())
-    record.setup_s |= {"warm_up": sum(times[:steps]) / 1e3, "compile": startup.compile_seconds()}
-    record.options |= {"steps_per_epoch": steps, "epochs": epochs}
-    record.metrics["longest_step_ms"] = max(times[steps:])
+    record.setup_s |= {"warm_up": sum(settling) / 1e3, "compile": startup.compile_seconds()}
+    record.options |= {"steps_per_epoch": len(times) // epochs, "epochs": epochs}
+    record.metrics["longest_step_ms"] = max(times)
     if on_gpu:
         peak = torch.cuda.max_memory_allocated(loop.device)
         record.memory_mb = memory.break_down(peak, loop.model, loop.optimizer, "allocator")
     return seen
+
+
+def time_epochs(record: LabRun, times: list[float], epochs: int) -> None:
+    """A sample is an epoch's time divided by its steps, with the start of its workers: single steps
+    come in bursts, as workers finish together, and their median would leave out the wait."""
+    steps = len(times) // epochs
+    record.step_ms = [sum(times[i : i + steps]) / steps for i in range(0, len(times), steps)]
 
 
 class Waits:

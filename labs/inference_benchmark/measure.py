@@ -22,12 +22,12 @@ from labs.inference_benchmark.modes import (
     prepare,
 )
 from workshop.gate.steps import State, Watch
+from workshop.judge.turn import Clock, Turn
 from workshop.labs import LabRun
 from workshop.profilers.table import STEP
 from workshop.run import memory, startup, timing
 from workshop.run.markers import Range
 from workshop.run.precision import set_arithmetic, untuned
-from workshop.run.timing import StepClock
 
 SAME_PIXELS = 8
 """In the first row of each image."""
@@ -38,7 +38,6 @@ KEPT_BYTES = 256e6
 PLAIN_ITERATIONS = 5
 Notify = Callable[[str], object]
 Iteration = Callable[[int], object]
-WaitTurn = Callable[[], object]
 
 
 @dataclass
@@ -64,6 +63,7 @@ class Bench:
     run: LabRun
     range_: Range = nullcontext
     """Around each timed iteration."""
+    turn: Turn = field(default_factory=lambda: Turn(judged=False))
     iteration: Iteration = lambda index: None
 
 
@@ -189,14 +189,8 @@ def _by_chance() -> torch.Generator:
     return generator
 
 
-def measure_inference(
-    bench: Bench, iterations: int, warmup: int, say: Notify, wait_turn: WaitTurn | None = None
-) -> Measured:
-    """Warms up, times, and compares the timed logits with the truth; fills in the bench's run.
-
-    Args:
-        wait_turn: waits until the device is free; called when all is compiled.
-    """
+def measure_inference(bench: Bench, iterations: int, warmup: int, say: Notify) -> Measured:
+    """Warms up, times, and compares the timed logits with the truth; fills in the bench's run."""
     run, device = bench.run, bench.setting.device
     startup.watch_compilers(torch_compile=bench.variant.compile is not None)
     if bench.variant.compile is not None or bench.variant.export:
@@ -205,7 +199,7 @@ def measure_inference(
     inference = Inference(bench, warmup + iterations)
     prepared_s = time.perf_counter() - start
     count_peak_anew(device)
-    take_turn(lambda: inference(0), bench, wait_turn)
+    take_turn(lambda: inference(0), bench)
     inference.capture()
     measured = Measured()
     _warm_up(inference, device, warmup, measured)
@@ -216,7 +210,7 @@ def measure_inference(
     run.setup_s |= {"compile": compile_s, "warm_up": sum(measured.warmup_ms) / 1e3}
     if not (bench.variant.cuda_graph or bench.variant.captures_itself):
         count_peak_anew(device)  # a graph's memory is seen only while it is captured
-    _timed(inference, device, range(warmup, warmup + iterations), measured, bench.range_)
+    _timed(inference, bench, range(warmup, warmup + iterations), measured)
     done = range(warmup, warmup + len(measured.step_ms))
     measured.losses = [math.nan] * warmup + inference.losses(done)
     images, timed = inference.drawn(done)  # before another iteration takes the place of one
@@ -288,17 +282,18 @@ def measure_training(
     learning = Learning(bench, total, wrap)
     watch = Watch(learning.state, proof.SGD, total)
 
-    def see(index: int) -> bool:
-        return watch.see(index, learning.losses[-1])
+    def see(index: int) -> None:
+        watch.see(index, learning.losses[-1])
 
     measured = Measured()
+    bench.turn.wait()
     _warm_up(learning, device, warmup, measured, see)
     run.setup_s |= {
         "compile": startup.compile_seconds(),
         "warm_up": sum(measured.warmup_ms) / 1e3,
     }
     count_peak_anew(device)
-    _timed(learning, device, range(warmup, total), measured, bench.range_, see)
+    _timed(learning, bench, range(warmup, total), measured, watch.wants, see)
     measured.losses = [float(loss) for loss in learning.losses]
     model = learning.training.model
     weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
@@ -329,6 +324,7 @@ def without_chance(model: nn.Module) -> None:
 
 
 def _see_nothing(index: int) -> bool:
+    """Looks at no iteration."""
     return False
 
 
@@ -337,7 +333,7 @@ def _warm_up(
     device: torch.device,
     count: int,
     measured: Measured,
-    see: Callable[[int], bool] = _see_nothing,
+    see: Callable[[int], object] = _see_nothing,
 ) -> None:
     """Runs iterations, waiting for each: in them compilers and allocators settle."""
     for index in range(count):
@@ -348,14 +344,14 @@ def _warm_up(
         see(index)
 
 
-def take_turn(iterate: Callable[[], object], bench: Bench, wait_turn: WaitTurn | None) -> None:
+def take_turn(iterate: Callable[[], object], bench: Bench) -> None:
     """Compiles, by an iteration, and waits until the device is free."""
-    if wait_turn is None:
+    if not bench.turn.judged:
         return
     with untuned(bench.variant.precision):
         iterate()
     wait(bench.setting.device)
-    wait_turn()
+    bench.turn.wait()
     if bench.variant.captures_itself:
         import torch._inductor.config
 
@@ -366,26 +362,29 @@ def take_turn(iterate: Callable[[], object], bench: Bench, wait_turn: WaitTurn |
 
 def _timed(
     iteration: Iteration,
-    device: torch.device,
+    bench: Bench,
     iterations: range,
     measured: Measured,
-    range_: Range = nullcontext,
-    see: Callable[[int], bool] = _see_nothing,
+    wants: Callable[[int], bool] = _see_nothing,
+    see: Callable[[int], object] = _see_nothing,
 ) -> None:
     """Times iterations on the device's own clock, waiting once, after the last. Ctrl-C keeps what
-    is complete. While `see` looks, after an iteration, the clock stands still."""
-    clock = StepClock(device)
-    clock.mark()
+    is complete. While `see` looks at an iteration that it wants, the clock stands still."""
+    clock = Clock(bench.setting.device, bench.turn)
+    clock.start()
     try:
         for index in iterations:
-            with range_(STEP):
+            with bench.range_(STEP):
                 iteration(index)
             clock.mark()
-            if see(index):
-                clock.resume()
+            if wants(index):
+                clock.stop()
+                see(index)
+                clock.start()
     except KeyboardInterrupt:
         measured.interrupted = True
-    measured.step_ms = clock.durations_ms()
+    clock.stop()
+    measured.step_ms = clock.step_ms
     if not measured.step_ms:
         raise KeyboardInterrupt
 
@@ -399,7 +398,7 @@ def time_plain(bench: Bench) -> float | None:
     measured = Measured()
     inference = Inference(plain)
     _warm_up(inference, bench.setting.device, 2, measured)
-    _timed(inference, bench.setting.device, range(PLAIN_ITERATIONS), measured)
+    _timed(inference, plain, range(PLAIN_ITERATIONS), measured)
     return timing.median(measured.step_ms)
 
 

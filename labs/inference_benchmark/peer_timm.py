@@ -45,13 +45,7 @@ def _shapes(state: dict[str, Tensor]) -> set[tuple[str, torch.Size]]:
     return {(name, tensor.shape) for name, tensor in state.items()}
 
 
-def measure_timm(
-    bench: Bench,
-    iterations: int,
-    warmup: int,
-    say: measure.Notify,
-    wait_turn: measure.WaitTurn | None = None,
-) -> Measured:
+def measure_timm(bench: Bench, iterations: int, warmup: int, say: measure.Notify) -> Measured:
     """As `measure.measure_inference`."""
     run, setting, variant = bench.run, bench.setting, bench.variant
     device = setting.device
@@ -72,7 +66,7 @@ def measure_timm(
         into.append((time.perf_counter() - start) * 1e3)
         return output
 
-    measure.take_turn(step, bench, wait_turn)
+    measure.take_turn(step, bench)
     measured = Measured()
     for _ in range(warmup):
         timed(measured.warmup_ms)
@@ -80,12 +74,14 @@ def measure_timm(
     run.setup_s |= {"compile": compile_s, "warm_up": sum(measured.warmup_ms) / 1e3}
     if not variant.captures_itself:
         measure.count_peak_anew(device)  # a graph's memory is seen only while it is captured
+    bench.turn.begin()
     try:
         for _ in range(iterations):
             with bench.range_(STEP):
                 output = timed(measured.step_ms)
     except KeyboardInterrupt:
         measured.interrupted = True
+    bench.turn.end(measured.step_ms)
     if not measured.step_ms:
         raise KeyboardInterrupt
     output = output.clone()  # a graph's next replay takes its place

@@ -194,12 +194,7 @@ def _add_studies(add: Add) -> None:
         help="go on with the newest session of the same batch, precision, mode, software and "
         "device in --output-dir, and keep the networks that are complete; of --network all",
     )
-    # A study passes these to its processes.
-    add("--session", help=argparse.SUPPRESS)
-    add("--result-file", type=Path, help=argparse.SUPPRESS)
-    add("--baseline", default="-", help=argparse.SUPPRESS)
-    add("--study", default="", help=argparse.SUPPRESS)
-    add("--wait-turn", action="store_true", help=argparse.SUPPRESS)
+    add("--candidate", action="store_true", help=argparse.SUPPRESS)  # of a study
 
 
 def _add_processes(add: Add) -> None:

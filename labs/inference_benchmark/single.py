@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,10 +19,11 @@ from labs.inference_benchmark.measure import Bench, Measured
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop import errors, labs, records, results
 from workshop.errors import OutOfMemory, WorkshopError
+from workshop.judge.turn import Turn
 from workshop.labs import LabRun
 from workshop.roofline import ceilings
 from workshop.roofline.model import MAIN_MEMORY
-from workshop.run import hardware, lab_record, markers, timing, trainer, turns
+from workshop.run import hardware, lab_record, markers, timing, trainer
 from workshop.run.precision import PRECISIONS
 
 AMP = {1: "fp16", 2: "fp16", 3: "fp16", 4: "bf16", 5: "bf16"}
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     record = new_run(arguments, network, variant, device)
     if setting.gpus:
         record.variant += f", {len(setting.gpus)} GPUs of one process"
-    path = arguments.result_file or records.path_in(folder, record.session)
+    path = records.path_in(folder, record.session)
     groups.join(group, device, arguments.dist_backend)
     record.session = groups.of_first(group, record.session)
     try:
@@ -140,24 +141,26 @@ def new_run(
     network: networks.Network,
     variant: Variant,
     device: torch.device,
+    study: str = "",
+    session: str = "",
+    command: Sequence[str] = (),
 ) -> LabRun:
     """A record of a run that has not measured yet."""
     edge = network.edge
-    study = f", {arguments.study}" if arguments.study else ""
     batch, label = f", batch {arguments.batch_size}", variant.label
-    if arguments.study == "compare batch-size":
+    if study == "compare batch-size":
         batch, label = "", f"{label}{batch}"
     record = lab_record.begin(
         device,
         variant.precision,
-        arguments.session,
-        ("--output-dir", "--result-file", "--wait-turn"),
+        session,
+        ("--output-dir",),
+        command,
         lab=request.LAB,
-        subject=f"{network.name}{batch}, {edge} x {edge}, {arguments.mode}{study}",
+        subject=f"{network.name}{batch}, {edge} x {edge}, {arguments.mode}{study and f', {study}'}",
         variant=label,
         unit="images",
         units_per_step=arguments.batch_size,
-        baseline=arguments.baseline.strip("-"),
         options={
             "network": network.name,
             "batch_size": arguments.batch_size,
@@ -178,12 +181,13 @@ def new_run(
     return record
 
 
-def planned(flags: list[str]) -> LabRun:
-    """The record of a run that a command line asks for, before it measures."""
+def planned(flags: list[str], study: str, session: str) -> LabRun:
+    """The record of a run that a study asks for, before it measures."""
     arguments = request.build_parser().parse_args(flags)
     device = hardware.get_device(arguments.device)
     network = networks.get_network(arguments.network)
-    return new_run(arguments, network, variant_of(arguments), device)
+    command = ["micro_benchmarking_pytorch.py", *flags]
+    return new_run(arguments, network, variant_of(arguments), device, study, session, command)
 
 
 def _measure(
@@ -198,19 +202,18 @@ def _measure(
     say = show.speaker(group, setting.device)
     show.configuration(say, arguments, setting, variant, group)
     bench = measure.make_bench(setting, variant, record, training)
+    bench.turn = Turn(arguments.candidate)
     if arguments.ranges:
         bench.range_ = markers.for_vendor_tools(setting.device)
         if setting.device.type == "cpu":
             say("Ranges: none, a CPU has neither ROCTX nor NVTX")
     groups.meet(group)
-    wait_turn = turns.wait_turn if arguments.wait_turn else None
     if training:
         wrap = groups.wrapper(group, setting.device)
         measured = _trained(bench, arguments, say, wrap)
     else:
         timed = peer_timm.measure_timm if variant.peer == "timm" else measure.measure_inference
-        measured = timed(bench, arguments.iterations, arguments.warmup_iterations, say, wait_turn)
-    record.created = results.now()  # rows are in this order, that of the turns
+        measured = timed(bench, arguments.iterations, arguments.warmup_iterations, say)
     # After the iterations: processes beside this one may prepare until then.
     dtype = PRECISIONS[variant.precision].autocast_dtype
     record.ceiling_tflops = hardware.measure_matmul_tflops(setting.device, dtype)
@@ -225,10 +228,10 @@ def _measure(
     elif measured.interrupted:
         record.status = "interrupted"
     _finish(bench, measured, group, arguments, training)
-    if group.is_first:
+    if bench.turn.judged:
+        bench.turn.tell(record)
+    elif group.is_first:
         records.save(record, path)
-        if wait_turn:
-            turns.end_turn()
         show.summary(say, bench, measured, group)
         say(f"Written: {path}")
     if record.status == "interrupted":
@@ -286,7 +289,7 @@ def _finish(
         return
     record.plausibility = labs.implausible(record, group.world_size)
     # Compilers take longer beside other processes: there is no break-even then.
-    if record.setup_s.get("compile") and not training and not arguments.wait_turn:
+    if record.setup_s.get("compile") and not training and not bench.turn.beside:
         plain_ms = measure.time_plain(bench)
         if plain_ms is not None:
             record.metrics["plain_ms"] = plain_ms
@@ -304,7 +307,9 @@ def _compare_with_one(
     if group.is_first:
         setting = dataclasses.replace(bench.setting, parts=())
         run = copy.deepcopy(bench.run)
-        alone = dataclasses.replace(bench, setting=setting, run=run, range_=nullcontext)
+        alone = dataclasses.replace(
+            bench, setting=setting, run=run, range_=nullcontext, turn=Turn(judged=False)
+        )
         counts = arguments.iterations, arguments.warmup_iterations
         again = measure.measure_training if training else measure.measure_inference
         measured = again(alone, *counts, lambda line: None)

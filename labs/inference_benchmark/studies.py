@@ -5,7 +5,7 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -16,8 +16,9 @@ from labs.inference_benchmark.modes import Setting, Variant
 from workshop import errors, labs, records, results
 from workshop.compare import lab_table, tables
 from workshop.errors import WorkshopError
+from workshop.judge import studies
 from workshop.labs import LabRow, LabRun
-from workshop.run import hardware, memory, timing, trainer, turns
+from workshop.run import hardware, memory, timing, trainer
 from workshop.run.precision import set_arithmetic
 
 PROGRAM = Path(__file__).with_name("micro_benchmarking_pytorch.py")
@@ -178,15 +179,16 @@ def _speed_flags(arguments: argparse.Namespace, without: str) -> tuple[str, ...]
 
 def _alternate(plans: list[Flags], arguments: argparse.Namespace) -> int:
     folder = results.prepare_folder(arguments.output_dir)
-    common = _common_flags(arguments, results.new_session())
-    common += ["--baseline", single.planned([*common, *plans[0]]).variant]
+    session, common = results.new_session(), _common_flags(arguments)
+    baseline = single.planned([*common, *plans[0]], arguments.study, session).variant
     runs: list[LabRun] = []
     dead: set[Flags] = set()
     interrupted = False
     try:
         for repeat in range(arguments.repeats):
             alive = [plan for plan in plans[:: 1 - 2 * (repeat % 2)] if plan not in dead]
-            for plan, found in _in_turns(alive, common, folder, arguments.jobs):
+            made = [_plan([*common, *plan], arguments, session, baseline) for plan in alive]
+            for plan, found in zip(alive, studies.in_turns(made, arguments.jobs), strict=True):
                 runs.append(found)
                 if found.status != "complete":
                     dead.add(plan)
@@ -216,31 +218,26 @@ def _file_name(arguments: argparse.Namespace, first: LabRun) -> str:
     return re.sub(r"\W", "_", " ".join(words))
 
 
-def _in_turns(
-    plans: Sequence[Flags], common: Sequence[str], folder: Path, jobs: int
-) -> Iterator[tuple[Flags, LabRun]]:
-    """Each variant and its run."""
-    runs = turns.in_turns([_plan([*common, *plan], folder) for plan in plans], jobs)
-    return zip(plans, runs, strict=True)
-
-
 def _outcome(run: LabRun) -> str:
     if run.status == "complete":
         return f"{timing.median(run.step_ms):.3f} ms an iteration; gate {run.gate.status}"
     return run.failure
 
 
-def _common_flags(arguments: argparse.Namespace, session: str) -> list[str]:
+def _common_flags(arguments: argparse.Namespace) -> list[str]:
     """The flags of all processes of a study."""
-    flags = ["--network", arguments.network, "--mode", arguments.mode, "--session", session]
+    flags = ["--network", arguments.network, "--mode", arguments.mode]
     for name in ("batch_size", "iterations", "warmup_iterations", "seed", "device", "output_dir"):
         flags += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    return [*flags, "--study", arguments.study]
+    return flags
 
 
-def _plan(flags: list[str], folder: Path) -> turns.Plan:
-    planned = single.planned(flags)
-    return turns.Plan([sys.executable, str(PROGRAM), *flags], planned, folder)
+def _plan(
+    flags: list[str], arguments: argparse.Namespace, session: str, baseline: str
+) -> studies.Plan:
+    run = single.planned(flags, arguments.study, session)
+    run.baseline = baseline
+    return studies.Plan([sys.executable, str(PROGRAM), *flags], [run], arguments.output_dir)
 
 
 def _write(rows: list[LabRow], folder: Path, name: str) -> None:
@@ -301,9 +298,9 @@ def _all_networks(arguments: argparse.Namespace, device: torch.device) -> int:
     if arguments.resume:
         session, runs = _resumed(arguments, device, folder, session)
         print(f"Session {session}: {len(runs)} networks are complete")
-    common = _common_flags(arguments, session)
-    baseline = single.planned([*common, *plain, "--network", names[0]]).variant
-    common += ["--baseline", baseline]
+    common = _common_flags(arguments)
+    first = [*common, *plain, "--network", names[0]]
+    baseline = single.planned(first, arguments.study, session).variant
     left = [name for name in names if name not in runs]
     size = max(1, arguments.jobs // len(variants))
     try:
@@ -311,7 +308,8 @@ def _all_networks(arguments: argparse.Namespace, device: torch.device) -> int:
             group = left[start : start + size]
             plans = [(*flags, "--network", name) for name in group for flags in variants]
             measured: dict[str, list[LabRun]] = {}
-            for plan, run in _in_turns(plans, common, folder, arguments.jobs):
+            made = [_plan([*common, *plan], arguments, session, baseline) for plan in plans]
+            for plan, run in zip(plans, studies.in_turns(made, arguments.jobs), strict=True):
                 name = plan[-1]
                 measured.setdefault(name, []).append(run)
                 if len(measured[name]) == len(variants):

@@ -33,6 +33,7 @@ from labs.scale_out.request import LAB
 from workshop import errors, records, results
 from workshop.arguments import count, parse
 from workshop.compare.tables import Line, Table, number
+from workshop.judge.turn import Turn
 from workshop.labs import LabRow, LabRun
 from workshop.run import hardware, lab_record
 from workshop.run.timing import StepClock, median
@@ -119,19 +120,23 @@ def link_limit(device_name: str) -> float | None:
     return next((gbs for pattern, gbs in LINKS if re.search(pattern, device_name)), None)
 
 
-def measure(record: LabRun, device: torch.device, group: Group, iterations: int) -> None:
+def measure(
+    record: LabRun, device: torch.device, group: Group, iterations: int, turn: Turn
+) -> None:
     """Records the times of the slowest process, in ms. All processes have to call it."""
     name, size = str(record.metrics["collective"]), int(record.metrics["message_bytes"] or 0)
     one = Collective(name, size // 4 // group.size * group.size, group, device)
     right = one.is_right()
     for _ in range(WARM_UP):
         one.run()
+    groups.begin(group, turn)
     clock = StepClock(device)
     clock.mark()
     for _ in range(iterations):
         one.run()
         clock.mark()
-    times = groups.of_all(clock.durations_ms())
+    record.step_ms = max(groups.of_all(clock.durations_ms()), key=median)
+    turn.end(record.step_ms)
     still_right = one.is_right()  # a collective: all processes call it, even if already wrong
     verdicts = groups.of_all(right and still_right)
     wrong = [
@@ -139,13 +144,33 @@ def measure(record: LabRun, device: torch.device, group: Group, iterations: int)
     ]
     record.gate.status, record.gate.failures = "fail" if wrong else "pass", wrong
     record.status = "gate failed" if wrong else "complete"
-    record.step_ms = max(times, key=median)
 
 
-def new_record(device: torch.device, session: str, processes: int, name: str, size: int) -> LabRun:
-    """The record of a message of `size` bytes before it is sent."""
+def new_records(
+    device: torch.device,
+    session: str,
+    processes: int,
+    sizes: Iterable[int],
+    command: Sequence[str] = (),
+) -> list[LabRun]:
+    """The records of all collectives with messages of these bytes, before they are sent."""
+    return [
+        _new_record(device, session, processes, name, size, command)
+        for name in OPERATIONS
+        for size in sizes or SIZES[device.type]
+    ]
+
+
+def _new_record(
+    device: torch.device,
+    session: str,
+    processes: int,
+    name: str,
+    size: int,
+    command: Sequence[str],
+) -> LabRun:
     return lab_record.begin(
-        device, "fp32", session, ("--output-dir", "--result-file", "--session"),
+        device, "fp32", session, ("--output-dir",), command,
         lab=LAB,
         subject=f"collectives, {processes} processes",
         variant=f"{name}, {size_text(size)}",
@@ -191,8 +216,7 @@ def _main(argv: list[str] | None) -> int:
         metavar="FOLDER",
         help=f"default: results/{LAB} of this checkout",
     )
-    add("--session", default="", help=argparse.SUPPRESS)
-    add("--result-file", type=Path, help=argparse.SUPPRESS)  # of the last message
+    add("--candidate", action="store_true", help=argparse.SUPPRESS)  # of measure.py
     arguments = parse(parser, argv)
     return errors.exit_status(lambda: _measure_all(arguments), interrupted="interrupted")
 
@@ -210,18 +234,17 @@ def _measure_all(arguments: argparse.Namespace) -> int:
     _check_sizes(arguments.sizes or (), group.size)
     status = errors.DONE
     with groups.member(group, device):
-        session = groups.of_first(arguments.session or results.new_session())
-        todo = [
-            (name, size) for name in OPERATIONS for size in arguments.sizes or SIZES[device.type]
-        ]
-        for place, (name, size) in enumerate(todo, start=1):
-            record = new_record(device, session, group.size, name, size)
-            measure(record, device, group, arguments.iterations)
+        turn = Turn(arguments.candidate and group.is_first)
+        turn.wait()
+        session = groups.of_first(results.new_session())
+        for record in new_records(device, session, group.size, arguments.sizes or ()):
+            measure(record, device, group, arguments.iterations, turn)
             if record.status != "complete":
                 status = errors.ANSWER_IS_NO
             if group.is_first:
-                own = arguments.result_file if place == len(todo) else None
-                records.save(record, own or records.path_in(arguments.output_dir, record.session))
+                turn.tell(record)
+                if not turn.judged:
+                    records.add(record, arguments.output_dir)
                 rate = record.units_per_step / median(record.step_ms) / 1e6
                 said = f"{rate:9.2f} GB/s" if record.status == "complete" else record.failure
                 print(f"{record.variant:<24} {said}", flush=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from workshop import errors
 from workshop.errors import WorkshopError
-from workshop.run import turns
+from workshop.judge.turn import Turn
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun and the deepspeed launcher set in each process."""
@@ -150,10 +150,10 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def take_turn(group: Group) -> None:
-    """Waits until this group has the devices to itself; the first process asks for them."""
+def begin(group: Group, turn: Turn) -> None:
+    """Waits until the judge's clock runs; the first process asks for it."""
     if group.is_first:
-        turns.wait_turn()
+        turn.begin()
     of_first(None)
 
 

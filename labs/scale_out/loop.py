@@ -26,12 +26,11 @@ from workshop.gate import canonical
 from workshop.gate.audit import summary
 from workshop.labs import LabRun
 from workshop.results import FAIL, NOT_AUDITED, PASS, Audit
-from workshop.run import flops, lab_record, markers, memory, presets, startup, trainer, turns
+from workshop.run import flops, lab_record, markers, memory, presets, startup, trainer
 from workshop.run.timing import StepClock, median, spread
 
 _PROGRESS_LINES = 10
-_HIDDEN = ("--output-dir", "--checkpoints", "--text-file", "--result-file", "--session",
-           "--local_rank", "--trace", "--audit")  # fmt: skip
+HIDDEN = ("--output-dir", "--checkpoints", "--text-file", "--local_rank", "--trace", "--audit")
 VERDICTS = {"pass": PASS, "fail": FAIL, "not run": f"{NOT_AUDITED}: figures unverified"}
 _PHASED = 5
 """Steps whose phases are timed."""
@@ -125,11 +124,11 @@ def _release_memory() -> None:
 
 @contextmanager
 def alone(job: Job) -> Iterator[None]:
-    """With --wait-turn: one group of a study at a time, whose groups share the folder of --trace.
+    """In a study: one of its groups at a time, which share the folder of --trace.
     A gate fills most of the memory that it finds free: what a group before it needs must be
     allocated by then, and what that group's gate needed be released, in all of its processes.
     """
-    if not job.arguments.wait_turn:
+    if not job.arguments.candidate:
         yield
         return
     folder = os.open(job.arguments.trace.parent, os.O_RDONLY)
@@ -245,6 +244,8 @@ class Training(trainer.Runner):
         self._marks = self._shown = 0
         self.warmup = min(job.asked.schedule.warmup, self.last - self.first - 1)
         self.warmup_s = 0.0
+        self.step_ms: list[float] = []
+        """Times of the timed steps, of the slowest process."""
 
     def get_ready(self) -> None:
         """Trains the steps of the warm-up."""
@@ -260,12 +261,16 @@ class Training(trainer.Runner):
 
     def train(self) -> None:
         """Trains the timed steps, alone on the devices."""
-        if self.job.arguments.wait_turn:
-            groups.take_turn(self.job.group)
+        if self.job.group.is_first:
+            self.job.turn.wait()
+        groups.begin(self.job.group, self.job.turn)
         self._mark()
         while self.done < len(self._batches):
             self.advance()
         self.wait()
+        own = [self._clock.between_ms(end - 1, end) for end in self._ends[self.warmup :]]
+        self.step_ms = max(groups.of_all(own), key=median)
+        self.job.turn.end(self.step_ms)
         self._show()
 
     def advance(self) -> None:
@@ -279,10 +284,6 @@ class Training(trainer.Runner):
             self._mark()
         if self.done > self.warmup:
             self._show()
-
-    def step_ms(self) -> list[float]:
-        """Times of the timed steps, in ms."""
-        return [self._clock.between_ms(end - 1, end) for end in self._ends[self.warmup :]]
 
     def all_losses(self) -> list[float]:
         """Losses of all steps since the training's first, each the mean over all processes."""
@@ -337,21 +338,17 @@ def _new_record(job: Job, data_record: dict[str, str | int]) -> LabRun:
     compared, in tokens per second."""
     asked, arguments, size = job.asked, job.arguments, job.group.size
     share = asked.batch_size // size
-    words = [variant_of(asked.version.key, job.strategy, size, share)]
-    words += [f"{job.accumulate} parts"] * (job.accumulate > 1)
-    words += [asked.precision.name] + ["compiled"] * (asked.compile_mode != "none")
-    words += ["gradients in bf16"] * (arguments.reduce_dtype == "bf16")
-    words += [f"{arguments.bucket_mb} MiB buckets"] * bool(arguments.bucket_mb)
-    words += ["graph"] * asked.cuda_graph
+    how = (asked.precision.name, asked.compile_mode, asked.cuda_graph)
+    variant = variant_of(arguments, asked.version.key, job.strategy, size, share, *how)
     preset = arguments.config or presets.default_preset(asked.device.type)
     record = lab_record.begin(
         asked.device,
         asked.precision.name,
-        groups.of_first(arguments.session or results.new_session()),
-        _HIDDEN,
+        groups.of_first(results.new_session()),
+        HIDDEN,
         lab=requests.LAB,
         subject=subject_of(preset, asked.seq_len, arguments.num_layers),
-        variant=", ".join(words),
+        variant=variant,
         unit="tokens",
         units_per_step=asked.batch_size * asked.seq_len,
         options={
@@ -382,16 +379,29 @@ def subject_of(preset: str, seq_len: int, layers: int | None) -> str:
     return f"{model}, {seq_len} tokens a sequence, training"
 
 
-def variant_of(version: str, strategy: str, size: int, share: int) -> str:
-    """How a variant's name begins: strategy, processes, and the sequences of each."""
-    processes = f"{size} process{'es' * (size > 1)}"
-    return f"{version}, {strategy}, {processes}, {share} sequence{'s' * (share > 1)} each"
+def variant_of(
+    arguments: argparse.Namespace,
+    version: str,
+    strategy: str,
+    size: int,
+    share: int,
+    precision: str,
+    compile_mode: str,
+    cuda_graph: bool,
+) -> str:
+    """A variant's name: version, strategy, processes, the sequences of each, and how they train."""
+    words = [version, strategy, f"{size} process{'es' * (size > 1)}"]
+    words += [f"{share} sequence{'s' * (share > 1)} each"]
+    words += [f"{arguments.accumulate} parts"] * (arguments.accumulate > 1)
+    words += [precision] + ["compiled"] * (compile_mode != "none")
+    words += ["gradients in bf16"] * (arguments.reduce_dtype == "bf16")
+    words += [f"{arguments.bucket_mb} MiB buckets"] * bool(arguments.bucket_mb)
+    return ", ".join([*words, *["graph"] * cuda_graph])
 
 
 def _record_training(job: Job, record: LabRun, training: Training) -> None:
     """Records the times of the slowest process and the memory of the one that needs most."""
-    of_all = groups.of_all(training.step_ms())
-    record.step_ms = max(of_all, key=median)
+    record.step_ms = training.step_ms
     record.losses = results.finite(training.all_losses())
     record.metrics["first_step"] = training.first + 1
     record.setup_s |= {
@@ -420,13 +430,12 @@ def _look_inside(job: Job, record: LabRun, training: Training) -> None:
 def _finish(job: Job, record: LabRun) -> int:
     arguments = job.arguments
     if job.group.is_first:
-        path = arguments.result_file or records.path_in(arguments.output_dir, record.session)
-        records.save(record, path)
-        if record.step_ms:
-            _print_summary(record)
-        print(f"Result: {path}")
-        if arguments.wait_turn:
-            turns.end_turn()
+        job.turn.tell(record)
+        if not job.turn.judged:
+            path = records.add(record, arguments.output_dir)
+            if record.step_ms:
+                _print_summary(record)
+            print(f"Result: {path}")
     return errors.ANSWER_IS_NO if record.refused else errors.DONE
 
 

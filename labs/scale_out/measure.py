@@ -32,8 +32,10 @@ from workshop import errors, labs, records, results, versions
 from workshop.arguments import count, parse
 from workshop.compare import lab_table, tables
 from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.judge import studies
 from workshop.labs import LabRun
-from workshop.run import hardware, lab_record, presets, timing, turns
+from workshop.request import execution
+from workshop.run import hardware, lab_record, presets, timing
 from workshop.run.precision import get_precision
 
 PROGRAM = Path(__file__).with_name("train.py")
@@ -267,26 +269,19 @@ def _alone(training: Training) -> Training:
 def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iterator[LabRun]:
     """Yields each run when it ends; a case that did not complete is not repeated."""
     sizes = sorted({case.size for case in left} - {1})
-    alone: dict[tuple[str, Training], str] = {}
-    stored = records.path_in(study.folder, study.session)
+    alone = {_of(case): _variant(study, case) for case in left if case.size == 1}
     for case in [*left]:
         if reason := missing(case.training, study.device):
             left.remove(case)
             yield _skipped(study, case, reason)
     for repeat in range(arguments.repeats):
         if arguments.collectives:
-            yield from turns.in_turns([_plan_collectives(study, n) for n in sizes], 1)
+            yield from studies.in_turns([_plan_collectives(study, n) for n in sizes], 1)
         ordered = left[:: 1 - 2 * (repeat % 2)]
-        plans = [_plan(study, case) for case in ordered]
-        for case, run in zip(ordered, turns.in_turns(plans, arguments.jobs), strict=True):
+        plans = [_plan(study, case, alone[_of(case)]) for case in ordered]
+        for case, run in zip(ordered, studies.in_turns(plans, arguments.jobs), strict=True):
             if run.status != "complete":
                 left.remove(case)
-            elif case.size == 1:
-                alone.setdefault(_of(case), run.variant)
-            run.baseline = alone.get(_of(case), "")
-            comparison = records.load(stored)
-            comparison.runs[-1] = run
-            comparison.write(stored)
             yield run
 
 
@@ -309,43 +304,61 @@ def missing(training: Training, device: torch.device) -> str:
 
 def _skipped(study: Study, case: Case, reason: str) -> LabRun:
     plan = _plan(study, case)
-    plan.planned.status, plan.planned.error = "skipped", reason
-    records.add(plan.planned, plan.folder)
-    return plan.planned
+    (run,) = plan.planned
+    run.status, run.error = "skipped", reason
+    records.add(run, plan.folder)
+    return run
 
 
-def _plan(study: Study, case: Case) -> turns.Plan:
+def _variant(study: Study, case: Case) -> str:
+    asked = study.asked
+    return loop.variant_of(
+        asked, case.training.version, case.training.strategy, case.size, case.share,
+        get_precision(asked.precision, study.device).name, *_execution(study, case),
+    )  # fmt: skip
+
+
+def _execution(study: Study, case: Case) -> tuple[str, bool]:
+    """The mode of torch.compile, and whether the step is captured."""
+    version, strategy, graph = case.training
+    alone = strategy in strategies.PLAIN and case.size == 1
+    compile_mode = study.asked.compile or ("none" if strategy == "zero3" else None)
+    return execution(
+        versions.get_version(version), compile_mode, graph or (None if alone else False),
+        study.device, False, notify=lambda note: None,
+    )  # fmt: skip
+
+
+def _plan(study: Study, case: Case, baseline: str = "") -> studies.Plan:
     (version, strategy, graph), size = case.training, case.size
     seq_len = study.asked.seq_len or presets.get_preset(case.config).seq_len
-    precision = get_precision(study.asked.precision, study.device).name
-    planned = lab_record.begin(
-        study.device, precision, study.session, ("--output-dir",),
-        lab=request.LAB,
-        subject=loop.subject_of(case.config, seq_len, study.asked.num_layers),
-        variant=loop.variant_of(version, strategy, size, case.share) + ", graph" * graph,
-        unit="tokens",
-        units_per_step=size * case.share * seq_len,
-        options={"config": case.config, "version": version, "strategy": strategy,
-                 "precision": precision, "cuda_graph": graph},
-        metrics={"processes": size, "sequences": case.share},
-    )  # fmt: skip
     flags = {
         "--version": version, "--strategy": strategy, "--config": case.config,
         "--batch-size": size * case.share, "--device": study.device.type,
-        "--session": study.session, "--audit": study.scratch,
+        "--audit": study.scratch,
         "--trace": study.scratch / f"{results.new_session()}.json.gz",
     }  # fmt: skip
     if strategy == "zero3" and not study.asked.compile:
         flags["--compile"] = "none"
-    words = [
-        *study.flags,
-        *["--cuda-graph"] * graph,
-        *(str(word) for pair in flags.items() for word in pair),
-    ]
+    words = [*study.flags, *["--cuda-graph"] * graph, *(str(x) for y in flags.items() for x in y)]
+    command = [str(PROGRAM), *words]
+    precision = get_precision(study.asked.precision, study.device).name
+    _, captured = _execution(study, case)
+    planned = lab_record.begin(
+        study.device, precision, study.session, loop.HIDDEN, command,
+        lab=request.LAB,
+        subject=loop.subject_of(case.config, seq_len, study.asked.num_layers),
+        variant=_variant(study, case),
+        baseline=baseline,
+        unit="tokens",
+        units_per_step=size * case.share * seq_len,
+        options={"config": case.config, "version": version, "strategy": strategy,
+                 "precision": precision, "cuda_graph": captured},
+        metrics={"processes": size, "sequences": case.share},
+    )  # fmt: skip
     # accelerate shards nothing in a process without a launcher.
     launched = size > 1 or strategy == "accelerate-fsdp"
-    return turns.Plan([*launcher(size if launched else 0), str(PROGRAM), *words],
-                      planned, study.folder)  # fmt: skip
+    return studies.Plan([*launcher(size if launched else 0), *command], [planned], study.folder)
 
 
 def launcher(size: int) -> list[str]:
@@ -354,13 +367,10 @@ def launcher(size: int) -> list[str]:
     return [sys.executable, *(torchrun if size else ())]
 
 
-def _plan_collectives(study: Study, size: int) -> turns.Plan:
-    """The program writes a file for each collective and message size; the plan's is the last."""
-    largest = collectives.SIZES[study.device.type][-1]
-    planned = collectives.new_record(study.device, study.session, size, "all-reduce", largest)
-    words = ["--device", study.device.type, "--session", study.session,
-             "--output-dir", str(study.folder)]  # fmt: skip
-    return turns.Plan([*launcher(size), collectives.__file__, *words], planned, study.folder)
+def _plan_collectives(study: Study, size: int) -> studies.Plan:
+    command = [collectives.__file__, "--device", study.device.type]
+    planned = collectives.new_records(study.device, study.session, size, (), command)
+    return studies.Plan([*launcher(size), *command], planned, study.folder)
 
 
 def _outcome(run: LabRun) -> str:

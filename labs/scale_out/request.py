@@ -15,6 +15,7 @@ from labs.scale_out.group import Group
 from workshop import errors, request, results, versions
 from workshop.arguments import count
 from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.judge.turn import Turn
 from workshop.run import presets
 from workshop.run.trainer import COMPILE_MODES
 
@@ -55,6 +56,7 @@ class Job:
     sending: strategies.Sending
     checkpoints: Path
     arguments: argparse.Namespace
+    turn: Turn
 
     def make_strategy(self, asked: request.Request) -> strategies.Strategy:
         """The job's strategy for a request, its own or another one."""
@@ -208,11 +210,8 @@ def _add_files(add: Add) -> None:
         "the share of communication into the result; one process has no trace, but the times of "
         "its phases in the result, if they can be measured apart",
     )
-    # For measure.py: the session, the file that it reads, whether to wait for the devices, and the
-    # folder of the references that a study's runs share.
-    add("--session", default="", help=argparse.SUPPRESS)
-    add("--result-file", type=Path, help=argparse.SUPPRESS)
-    add("--wait-turn", action="store_true", help=argparse.SUPPRESS)
+    # For measure.py: that it judges, and the folder of the references that a study's runs share.
+    add("--candidate", action="store_true", help=argparse.SUPPRESS)
     add("--audit", type=Path, help=argparse.SUPPRESS)
 
 
@@ -279,7 +278,10 @@ def check(arguments: argparse.Namespace) -> Job:
     folder = arguments.checkpoints or CHECKPOINTS
     low = arguments.reduce_dtype == "bf16"
     sending = strategies.Sending(torch.bfloat16 if low else torch.float32, arguments.bucket_mb)
-    return Job(asked, group, arguments.strategy, arguments.accumulate, sending, folder, arguments)
+    turn = Turn(arguments.candidate and group.is_first)
+    return Job(
+        asked, group, arguments.strategy, arguments.accumulate, sending, folder, arguments, turn
+    )
 
 
 def _check_strategy_flags(arguments: argparse.Namespace, group: Group) -> None:

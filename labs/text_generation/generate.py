@@ -20,8 +20,9 @@ from labs.text_generation.models import Loaded
 from labs.text_generation.prompts import Batch
 from workshop import errors, labs, records, results
 from workshop.errors import OutOfMemory
+from workshop.judge.turn import Turn
 from workshop.labs import LabRun
-from workshop.run import hardware, lab_record, memory, startup, trainer, turns
+from workshop.run import hardware, lab_record, memory, startup, trainer
 from workshop.run.precision import Precision, get_precision, set_arithmetic
 from workshop.run.timing import median
 
@@ -40,6 +41,7 @@ class Run:
     texts: list[str]
     batches: list[Batch]
     record: LabRun
+    turn: Turn
     done: list[dict[str, Any]] = field(default_factory=list)
     """A line of the JSON file for each prompt."""
     answers: list[Answer] = field(default_factory=list)
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         if rank:  # the others compute, and the first one prints and writes
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(_nowhere())))
             arguments.output_file = None
-            arguments.output_dir, arguments.wait_turn = None, False
+            arguments.output_dir, arguments.candidate = None, False
         stack.callback(_leave_group)
         stack.enter_context(trainer.memory_failure_as(_too_large))
         return generate(prepare(arguments, texts, device, precision, stack))
@@ -114,14 +116,13 @@ def prepare(
     record = lab_record.begin(
         device,
         precision.name,
-        arguments.session,
-        ("--model_path", "--input_file", "--output_file", "--output-dir", "--result-file"),
+        "",
+        request.HIDDEN,
         lab=request.LAB,
         subject=f"{loaded.name}, batch {size}, {tokens} + {arguments.num_tokens} tokens",
         variant=", ".join(words),
         unit="tokens",
         units_per_step=size,
-        baseline=arguments.baseline,
         options={
             name: getattr(arguments, name)
             for name in ("engine", "temperature", "seed", "load_in_8bit", "device_map")
@@ -134,7 +135,8 @@ def prepare(
     for package in ("transformers", "deepspeed", "vllm"):
         if module := sys.modules.get(package):
             record.software[package] = module.__version__
-    return Run(arguments, precision, loaded, engine, texts, batches, record)
+    turn = Turn(arguments.candidate)
+    return Run(arguments, precision, loaded, engine, texts, batches, record, turn)
 
 
 def _has_its_own(arguments: argparse.Namespace) -> bool:
@@ -149,13 +151,13 @@ def generate(ready: Run) -> int:
     """Generates all batches, proves the first, writes and prints; the exit status."""
     arguments, loaded, record = ready.arguments, ready.loaded, ready.record
     _warm_up(ready)
-    if arguments.wait_turn:
-        turns.wait_turn()
+    ready.turn.wait()
     if loaded.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(loaded.device)
     try:
         for batch in _shown(ready):
             with _streamer(ready, batch) as on_tokens:
+                ready.turn.begin()
                 answer = ready.engine.generate(
                     batch.ids,
                     batch.mask,
@@ -164,6 +166,7 @@ def generate(ready: Run) -> int:
                     arguments.seed + batch.first,
                     on_tokens,
                 )
+                ready.turn.end([s * 1e3 for s in (answer.first_s, *answer.step_s)])
             _take(ready, batch, answer)
     except KeyboardInterrupt:
         record.status = "interrupted"
@@ -343,11 +346,9 @@ def _finish(ready: Run) -> int:
     if record.gate.status == "fail":
         record.status = "gate failed"
     path = None
-    if record.step_ms and arguments.output_dir:  # of one token there is no step after the first
-        path = arguments.result_file or records.path_in(arguments.output_dir, record.session)
-        records.save(record, path)
-    if arguments.wait_turn:
-        turns.end_turn()
+    ready.turn.tell(record)
+    if record.step_ms and arguments.output_dir and not ready.turn.judged:
+        path = records.add(record, arguments.output_dir)
     print("\n".join(summary(ready)))
     written = [str(file) for file in (arguments.output_file, path) if file]
     if arguments.output_file:

@@ -36,8 +36,9 @@ from workshop.arguments import count, parse
 from workshop.compare import lab_table, tables
 from workshop.compare.tables import Line, Table, number
 from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.judge import studies
 from workshop.labs import LabRow, LabRun
-from workshop.run import hardware, lab_record, timing, turns
+from workshop.run import hardware, lab_record, timing
 from workshop.run.precision import get_precision
 from workshop.run.torchvision import make_importable
 
@@ -207,7 +208,7 @@ def _runs(
         beside = [which for which in ordered if which not in alone]
         for chosen, jobs in ((beside, arguments.jobs), (alone, 1)):
             plans = [_plan(study, *which) for which in chosen]
-            for which, run in zip(chosen, turns.in_turns(plans, jobs), strict=True):
+            for which, run in zip(chosen, studies.in_turns(plans, jobs), strict=True):
                 if run.status != "complete":
                     left.remove(which)
                 yield run
@@ -232,9 +233,10 @@ def _missing(engine: str) -> str:
 
 def _skipped(study: Study, shape: Shape, kind: Kind, reason: str) -> LabRun:
     plan = _plan(study, shape, kind)
-    plan.planned.status, plan.planned.error = "skipped", reason
-    records.add(plan.planned, plan.folder)
-    return plan.planned
+    (run,) = plan.planned
+    run.status, run.error = "skipped", reason
+    records.add(run, plan.folder)
+    return run
 
 
 def make_model(
@@ -276,31 +278,35 @@ def make_prompts(batch: int, size: int) -> list[str]:
     return ["".join(draw.choices(string.ascii_letters, k=length)) for length in lengths]
 
 
-def _plan(study: Study, shape: Shape, kind: Kind) -> turns.Plan:
+def _plan(study: Study, shape: Shape, kind: Kind) -> studies.Plan:
     (batch, size, new), (engine, processes), model = shape, kind, study.model
     prompts = model.parent / f"prompts_{batch}_{size}.txt"
     prompts.write_text("\n".join(make_prompts(batch, size)), encoding="utf-8")
     precision = get_precision("auto", study.device).name
     variant, first = (f"{precision}, {name}" for name in (engine, next(iter(ENGINES))))
+    flags = {
+        "--model_path": model, "--input_file": prompts, "--batch_size": batch,
+        "--num_tokens": new, "--device": study.device.type,
+        "--output_file": model.parent / f"{results.new_session()}.txt",
+        "--copy-gbs": study.copy_gbs,
+    }  # fmt: skip
+    command = [str(PROGRAM), *ENGINES[engine], *(str(x) for pair in flags.items() for x in pair)]
     planned = lab_record.begin(
-        study.device, precision, study.session, ("--output-dir",),
+        study.device, precision, study.session, request.HIDDEN, command,
         lab=request.LAB,
         subject=f"{model.name}, batch {batch}, {_tokens(size, new)}",
         variant=variant + f", {processes} processes" * (processes > 1),
         unit="tokens", units_per_step=batch, baseline=first,
     )  # fmt: skip
-    flags = {
-        "--model_path": model, "--input_file": prompts, "--batch_size": batch,
-        "--num_tokens": new, "--device": study.device.type, "--session": study.session,
-        "--baseline": first, "--output_file": model.parent / f"{results.new_session()}.txt",
-        "--copy-gbs": study.copy_gbs,
-    }  # fmt: skip
-    command = [sys.executable]
+    launcher = [sys.executable]
     if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += [str(PROGRAM), *ENGINES[engine]]
-    return turns.Plan([*command, *(str(word) for pair in flags.items() for word in pair)],
-                      planned, study.folder)  # fmt: skip
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return studies.Plan([*launcher, *command], [planned], study.folder, _after_the_first)
+
+
+def _after_the_first(run: LabRun, spans: studies.Spans) -> None:
+    """Of each batch the tokens after the first, whose time is the prompts'."""
+    run.step_ms = [ms for span in spans for ms in span[1:]]
 
 
 def _tokens(prompt: int, new: int) -> str:

@@ -22,6 +22,8 @@ costs: its time, and the bytes that are read for it.
         --temperature 0.95 --output_file out
     lm_gen MODEL INPUT OUTPUT NUM_TOKENS TEMPERATURE
 """
+HIDDEN = ("--model_path", "--input_file", "--output_file", "--output-dir", "--copy-gbs")
+"""Flags that no record's command has: their values are of this machine."""
 
 
 def build_parser(engine: str = "hf") -> argparse.ArgumentParser:
@@ -91,12 +93,9 @@ def build_parser(engine: str = "hf") -> argparse.ArgumentParser:
         metavar="FOLDER",
         help=f"for the result file (default: results/{LAB} of this checkout)",
     )
-    for flag in ("--session", "--baseline"):  # runs of one session are compared
-        add(flag, default="", help=argparse.SUPPRESS)
     # The runs of a study have one floor: a busy minute would give one of them another.
     add("--copy-gbs", type=float, help=argparse.SUPPRESS)
-    add("--result-file", type=Path, help=argparse.SUPPRESS)
-    add("--wait-turn", action="store_true", help=argparse.SUPPRESS)  # see workshop/run/turns.py
+    add("--candidate", action="store_true", help=argparse.SUPPRESS)  # of measure_engines.py
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
     return parser
 

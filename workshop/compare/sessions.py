@@ -23,8 +23,9 @@ from workshop.gate.parity import Setting
 from workshop.judge.cases import Case, Round
 from workshop.judge.judge import Candidate, gate_shape, is_v1
 from workshop.judge.plans import LEARNING_RATE, Options, Plan, flag, record
+from workshop.judge.process import share_of_compilers
 from workshop.results import RunResult
-from workshop.run import data, hardware, interpreter, presets, turns, waiting
+from workshop.run import data, hardware, interpreter, presets, waiting
 from workshop.run.precision import LADDER, get_precision
 
 __all__ = ["Options", "Plan", "alternate", "check", "load_session", "run_plans"]
@@ -323,7 +324,7 @@ class _Session:
         if hardware.get_device(self.arguments.device).type == "cpu":
             environment |= waiting.short_spin()
         if beside:
-            environment = turns.share_of_compilers(beside + 1) | environment
+            environment = share_of_compilers(beside + 1) | environment
         if interpreted:
             # Set for a CPU that has a GPU beside it, too. Its products are so small that threads
             # take longer to meet than to multiply.

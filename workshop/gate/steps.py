@@ -158,16 +158,19 @@ class Watch:
         """The newest state that was kept."""
         self.steps: list[Step] = []
 
-    def see(self, number: int, loss: Tensor) -> bool:
-        """To be called after every step; whether it took time."""
+    def wants(self, number: int) -> bool:
+        """Whether `see` will look at a step, which takes time."""
+        return not self.steps or number in self._wanted or number + 1 in self._wanted
+
+    def see(self, number: int, loss: Tensor) -> None:
+        """To be called after every step."""
+        if not self.wants(number):
+            return
         wanted = number in self._wanted or not self.steps
-        if not wanted and number + 1 not in self._wanted:
-            return False
         before, self.now = self.now, self._state()
         # A scaled loss that overflows leaves the step out and lowers the scale.
         if wanted and self.now.loss_scale >= before.loss_scale:
             self.steps.append(self._step(number, float(loss), before))
-        return True
 
     def _step(self, number: int, loss: float, before: State) -> Step:
         gradients, updates = {}, {}

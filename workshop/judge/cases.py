@@ -74,9 +74,8 @@ class Case:
     def _v1(self) -> Iterator[Process]:
         """V1's process, started if it has to be. Raises WorkshopError: it has ended."""
         if self._process is None:
-            program = "import sys; from workshop.judge import reference as v1; "
-            program += "sys.exit(v1.main(sys.argv[1]))"
-            command = [sys.executable, "-c", program, "{pipe}"]
+            program = "import sys; from workshop.judge import reference as v1; sys.exit(v1.main())"
+            command = [sys.executable, "-c", program]
             # From this checkout, which need not be installed.
             path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
             self._process = Process(command, {**self._environment, "PYTHONPATH": path})
@@ -88,8 +87,7 @@ class Case:
             yield process
         except Closed as closed:
             self._process = None
-            status = process.end()
-            reason = process.reason(status) if status else closed
+            _, reason = process.failure(closed)
             raise WorkshopError(f"V1, with which it is compared: {reason}") from None
 
     def _begin(self, process: Process) -> None:

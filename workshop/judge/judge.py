@@ -11,13 +11,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from workshop import errors, results, versions
+from workshop import results, versions
 from workshop.errors import WorkshopError
 from workshop.gate import audit, parity, plausibility
 from workshop.gate.audit import Course
 from workshop.judge import wire
 from workshop.judge.cases import Case, Round
-from workshop.judge.pipe import Closed
+from workshop.judge.pipe import Closed, Nonsense
 from workshop.judge.plans import LEARNING_RATE, Plan, flag
 from workshop.judge.process import Hear, Process
 from workshop.results import RunResult
@@ -60,11 +60,12 @@ class Candidate:
         self.wrong_times: list[str] = []
         """In sentences."""
         values = {"device": arguments.device, "data": arguments.data, "seed": arguments.seed}
-        values |= {"compile": result.options["compile"], "candidate": "{pipe}"}
+        values["compile"] = result.options["compile"]
         command = [sys.executable, str(versions.get_version(plan.version).path), *plan.flags()]
         for name, value in values.items():
             command += [flag(name), str(value)]
         command.append("--cuda-graph" if result.options["cuda_graph"] else "--no-cuda-graph")
+        command.append("--candidate")
         self._process = Process(command, environment, hear)
 
     def stop(self) -> None:
@@ -170,7 +171,7 @@ class Candidate:
             result.memory_mb = {str(k): float(v) for k, v in memory.items()}
             result.memory_mb["source"] = str(details["memory_mb"]["source"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Closed(f"the process answered something else ({error!s:.60})") from None
+            raise Nonsense(f"the process answered something else ({error!s:.60})") from None
         result.losses = results.finite(course.losses.tolist())
         sizes = self.case.sizes
         reached = [n for n, sketch in course.gradients.items() if n in sizes and sketch.any()]
@@ -184,15 +185,12 @@ class Candidate:
         try:
             results.convert(RunResult, dataclasses.asdict(result), "the process told nonsense")
         except WorkshopError as error:
-            raise Closed(str(error)) from None
+            raise Nonsense(str(error)) from None
         for wrong in result.wrong():
-            raise Closed(f"the process told nonsense: {wrong}")
+            raise Nonsense(f"the process told nonsense: {wrong}")
 
     def _fail(self, closed: Closed) -> None:
-        """Records why a process ended, or was ended, before its last answer."""
-        status = self._process.end()
-        self.result.status = "skipped" if status == errors.NOT_ON_THIS_MACHINE else "failed"
-        self.result.error = self._process.reason(status) if status else str(closed)
+        self.result.status, self.result.error = self._process.failure(closed)
 
     # --- the verdict ---
 

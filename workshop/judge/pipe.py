@@ -1,4 +1,4 @@
-"""Messages between the judge and a process that it started, over a pair of pipes.
+"""Messages between the judge and a process that it started, over a socket: its standard input.
 
 A message is a line of JSON and the bytes of its tensors. Reading one runs none of the sender's
 code, and takes no more memory than MOST_BYTES.
@@ -26,7 +26,11 @@ _DTYPES = {
 
 
 class Closed(WorkshopError):
-    """The other side has ended, or does not keep to the protocol."""
+    """The other side has ended, or wrote no message."""
+
+
+class Nonsense(Closed):
+    """The other side answered something else than was asked."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,15 @@ class Pipe:
         self._read: BinaryIO = os.fdopen(read, "rb")
         self._write: BinaryIO = os.fdopen(write, "wb")
 
+    @staticmethod
+    def to_judge() -> "Pipe":
+        """The judged process's end: its standard input, which is empty from then on, also for what
+        it starts."""
+        end, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        return Pipe(end, os.dup(end))
+
     def send(
         self, kind: str, tensors: Mapping[str, Tensor] | None = None, /, **values: Any
     ) -> None:
@@ -64,12 +77,15 @@ class Pipe:
             for tensor in plain.values():
                 self._write.write(tensor.flatten().numpy().tobytes())
             self._write.flush()
-        except (BrokenPipeError, ValueError) as error:
+        except (ConnectionError, ValueError) as error:
             raise Closed(f"the process no longer listens ({error})") from None
 
     def receive(self) -> Message:
         """Waits for the next message. Raises Closed: there is none, or it is no message."""
-        line = self._read.readline(MOST_BYTES)
+        try:
+            line = self._read.readline(MOST_BYTES)
+        except ConnectionError:  # it ended with a question unread
+            line = b""
         if not line.endswith(b"\n"):
             raise Closed("the process ended without an answer")
         try:

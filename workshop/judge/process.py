@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -12,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from workshop import errors
-from workshop.judge.pipe import Closed, Message, Pipe
+from workshop import errors, results
+from workshop.judge.pipe import Closed, Message, Nonsense, Pipe
 from workshop.run import processes, waiting
 
 SECONDS_TO_STOP = 120
@@ -27,10 +28,6 @@ class Process:
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], hear: Hear = lambda _: None
     ) -> None:
-        """
-        Args:
-            command: `{pipe}` in it becomes the process's end of the pipe, as READ,WRITE.
-        """
         try:
             with _held_back_interrupt():
                 self._start(command, environment, hear)
@@ -39,14 +36,13 @@ class Process:
             raise
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str], hear: Hear) -> None:
-        asked, to_ask = os.pipe()
-        to_hear, answered = os.pipe()
-        words = [word.replace("{pipe}", f"{asked},{answered}") for word in command]
+        # As standard input it also reaches the processes of a launcher.
+        ours, theirs = socket.socketpair()
         self.stderr: list[str] = []
         # A session of its own: a Ctrl-C at the terminal reaches us alone.
         self._process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
+            command,
+            stdin=theirs.fileno(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             encoding="utf-8",
@@ -54,11 +50,10 @@ class Process:
             # Its output is read here as UTF-8, in any locale.
             env={**environment, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"},
             start_new_session=True,
-            pass_fds=(asked, answered),
         )
-        os.close(asked)
-        os.close(answered)
-        self._pipe = Pipe(to_hear, to_ask)
+        theirs.close()
+        end = ours.detach()
+        self._pipe = Pipe(end, os.dup(end))
         self._watch = contextlib.ExitStack()
         self._watch.enter_context(processes.ended_with_us(self._process))
         self._readers = [
@@ -81,7 +76,7 @@ class Process:
         """The next message, of one of these kinds. Raises Closed: there is none."""
         message = self._pipe.receive()
         if message.kind not in kinds:
-            raise Closed(f"the process answered {message.kind!r:.40}, not {' or '.join(kinds)}")
+            raise Nonsense(f"the process answered {message.kind!r:.40}, not {' or '.join(kinds)}")
         return message
 
     def timed(
@@ -130,15 +125,39 @@ class Process:
         self._watch.close()
         self._pipe.close()
 
-    def reason(self, status: int) -> str:
-        """Why it failed, in words: what it said, or what ended it."""
+    def failure(self, closed: Closed) -> tuple[results.Status, str]:
+        """The status of a process without its last answer, "skipped" or "failed", and why."""
+        status = self.end()
+        if isinstance(closed, Nonsense) or not status:
+            return "failed", str(closed)
+        skipped = status == errors.NOT_ON_THIS_MACHINE
+        return "skipped" if skipped else "failed", self._reason(status)
+
+    def _reason(self, status: int) -> str:
         if status == -signal.SIGKILL:
             return "killed from outside (SIGKILL): most likely the machine ran out of memory"
         if status < 0:
             return f"crashed with {signal.Signals(-status).name}"
-        last = self.stderr[-1] if self.stderr else "no message"
+        message = _message(self.stderr)
         own = (errors.ANSWER_IS_NO, errors.WRONG_USAGE, errors.NOT_ON_THIS_MACHINE)
-        return re.sub("^error: ", "", last) if status in own else f"exit {status}: {last}"
+        return message if status in own else f"exit {status}: {message}"
+
+
+def _message(lines: Sequence[str]) -> str:
+    """The message of a failed process on stderr: our line, or a traceback's, after which PyTorch
+    has lines of advice. Of several processes their launcher has more to say than they."""
+    own = [line for line in lines if line.startswith("error: ")]
+    # PyTorch may write [rank0]: before it; torchrun's own error, the last, has no words.
+    found = (re.match(r"(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception): .+)", x) for x in lines)
+    raised = [match[1] for match in found if match]
+    return [*(own or raised or lines or ["no message"])][-1].removeprefix("error: ")
+
+
+def share_of_compilers(number: int) -> dict[str, str]:
+    """Additions to the environment of `number` processes that prepare at the same time: by default
+    each has a compiler for every core. Every second one compiles."""
+    threads = max(1, 2 * (os.cpu_count() or 1) // number)
+    return {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
 
 
 @contextlib.contextmanager

@@ -17,10 +17,9 @@ from workshop.run import hardware, trainer
 from workshop.run.precision import LADDER, get_precision
 
 
-def main(pipe: str) -> int:
-    """Answers over a pipe, given as READ,WRITE; the exit status."""
-    read, write = map(int, pipe.split(","))
-    return errors.exit_status(lambda: _serve(Pipe(read, write)), interrupted="interrupted")
+def main() -> int:
+    """Answers the judge; the exit status."""
+    return errors.exit_status(lambda: _serve(Pipe.to_judge()), interrupted="interrupted")
 
 
 def _serve(pipe: Pipe) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workshop.gate.audit import BUCKETS, PROBES, Course, sketch
 from workshop.gate.parity import Outcome
-from workshop.judge.pipe import Closed, Message
+from workshop.judge.pipe import Message, Nonsense
 
 _GRADIENT, _MOVED, _FINGERPRINT = "gradient ", "moved ", "fingerprint "
 _KINDS = ("updates", "initial", "directions")
@@ -108,7 +108,7 @@ def _expected() -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Closed(f"the process answered something else ({error!s:.60})") from None
+        raise Nonsense(f"the process answered something else ({error!s:.60})") from None
 
 
 def _group(tensors: dict[str, Tensor], prefix: str, size: int) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """The record that a lab's run begins with: where, when, from which commit and by what command."""
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,12 @@ from workshop.run import hardware
 
 
 def begin(
-    device: torch.device, precision: str, session: str, hidden: Collection[str], **fields: Any
+    device: torch.device,
+    precision: str,
+    session: str,
+    hidden: Collection[str],
+    command: Sequence[str] = (),
+    **fields: Any,
 ) -> LabRun:
     """A record of a run that has not measured yet.
 
@@ -21,17 +26,18 @@ def begin(
         session: "" begins a new one.
         hidden: flags that are left out of the command with their values, as folders of this
             machine.
+        command: of the process that measures, if it is not this one.
         fields: the rest of the LabRun.
     """
-    command = _command(hidden)
+    own = _shown(sys.argv, hidden)
     record = LabRun(
         session=session or results.new_session(),
         device=hardware.describe(device),
         software=results.describe_software(),
         git_commit=results.git_commit(),
         created=results.now(),
-        command=command,
-        parent_command=command,
+        command=_shown(command, hidden) if command else own,
+        parent_command=own,
         **fields,
     )
     if sheet := hardware.peaks(device):
@@ -40,8 +46,8 @@ def begin(
     return record
 
 
-def _command(hidden: Collection[str]) -> list[str]:
-    program, *words = sys.argv
+def _shown(command: Sequence[str], hidden: Collection[str]) -> list[str]:
+    program, *words = command
     shown = [program.rpartition("/")[2]]
     for word, before in zip(words, ["", *words], strict=False):
         is_value = before in hidden and not word.startswith("--")

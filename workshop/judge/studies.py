@@ -1,0 +1,173 @@
+"""Studies of a lab: processes that prepare beside each other, and are timed one at a time.
+
+To import, build and compile takes a minute of one core, the timed steps a second of the whole
+device. The judge writes the record from what it asked for; the process adds what it measured, and
+its step times have to add up to the judge's clock.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from workshop import records, results
+from workshop.errors import WorkshopError
+from workshop.judge.judge import FIXED_MS, SHARE, UNEVEN
+from workshop.judge.pipe import Closed, Message, Nonsense
+from workshop.judge.process import Process, share_of_compilers
+from workshop.labs import TOLD, LabRun
+from workshop.run import timing
+
+READY_WITHIN_S = 900
+Spans = list[list[float]]
+"""The times in ms of all that a process did, in a list for each time that the judge's clock ran."""
+
+
+def each_step(run: LabRun, spans: Spans) -> None:
+    """Takes all times as steps."""
+    run.step_ms = list(itertools.chain.from_iterable(spans))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A process that measures one variant, or several."""
+
+    command: list[str]
+    """Takes --candidate."""
+    planned: Sequence[LabRun]
+    """The records of what it is asked for, in that order."""
+    folder: Path
+    """The folder of results in which the comparison has its file."""
+    take_times: Callable[[LabRun, Spans], None] = each_step
+    """Fills in the record's times."""
+
+
+class Candidate:
+    """The process of a plan."""
+
+    def __init__(self, plan: Plan, beside: int, environment: Mapping[str, str]) -> None:
+        self.plan, self._beside = plan, beside
+        self._late = False
+        self._process = Process([*plan.command, "--candidate"], environment)
+
+    def stop(self) -> None:
+        self._process.stop()
+
+    def prepare(self) -> None:
+        """Waits until the process is ready or has ended; ends one that takes too long."""
+        timer = threading.Timer(READY_WITHIN_S, self._end_late)
+        timer.start()
+        with contextlib.suppress(Closed):
+            self._process.answer("ready")
+        timer.cancel()
+
+    def _end_late(self) -> None:
+        self._late = True
+        self._process.stop()
+
+    def measure(self) -> Iterator[LabRun]:
+        """Gives the process its turn; its records, each saved when it is complete, up to the first
+        that fails."""
+        run = self.plan.planned[0]
+        try:
+            self._process.ask("turn", beside=self._beside)
+            for run in self.plan.planned:
+                run.created = results.now()  # rows are in this order
+                yield self._saved(self._measured(run))
+            self._process.end()
+        except Closed as closed:
+            run.status, reason = self._process.failure(closed)
+            run.error = reason[:300]
+            if self._late:
+                run.error = f"not ready to be timed after {READY_WITHIN_S:,} s, and ended"
+            yield self._saved(run)
+
+    def _saved(self, run: LabRun) -> LabRun:
+        records.add(run, self.plan.folder)
+        return run
+
+    def _measured(self, planned: LabRun) -> LabRun:
+        spans: Spans = []
+        judge_ms = waited_ms = 0.0
+        while (message := self._process.answer("begin", "measured")).kind == "begin":
+            done, seconds, waited = self._process.timed("go", {}, "done")
+            spans.append(_times(done))
+            judge_ms += seconds * 1e3
+            waited_ms += (waited or 0.0) * 1e3
+        run = _filled(planned, message)
+        if spans:
+            self.plan.take_times(run, spans)
+            _settle(run, spans, judge_ms, waited_ms)
+        for wrong in run.wrong():
+            raise Nonsense(f"the process told nonsense: {wrong}")
+        return run
+
+
+def _times(done: Message) -> list[float]:
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        times = [float(ms) for ms in done.values["step_ms"]]
+        if times and all(0 < ms < math.inf for ms in times):
+            return times
+    raise Nonsense(f"the process told no times: {done.values!s:.60}")
+
+
+def _filled(planned: LabRun, told: Message) -> LabRun:
+    """The record with what the process measured: what it was asked for stays."""
+    asked, what = dataclasses.asdict(planned), "the process told nonsense"
+    values = {name: told.values[name] for name in TOLD if name in told.values}
+    try:
+        run = results.convert(LabRun, {**asked, **values}, what)
+    except WorkshopError as error:
+        raise Nonsense(str(error)) from None
+    for name in ("options", "metrics", "software"):
+        setattr(run, name, {**getattr(run, name), **asked[name]})
+    return run
+
+
+def _settle(run: LabRun, spans: Spans, judge_ms: float, waited_ms: float) -> None:
+    """Holds a run's times against the judge's, in all in ms: where other programs kept it waiting,
+    and where the median says little of steps that differ, the judge's mean counts."""
+    times = list(itertools.chain.from_iterable(spans))
+    run.judge_ms = judge_ms / len(times)
+    told, fixed = sum(times), FIXED_MS * len(spans)
+    if abs(judge_ms - told) > SHARE * judge_ms + fixed:
+        if waited_ms > SHARE * judge_ms:
+            run.step_ms = [ms * judge_ms / told for ms in run.step_ms]
+            return
+        run.status = "audit failed"
+        run.audit.status = "fail"
+        run.audit.failures.append(
+            f"its {len(times)} times add up to {told:,.1f} ms, the judge's clock says "
+            f"{judge_ms:,.1f} ms"
+        )
+    elif run.step_ms:
+        mean = sum(run.step_ms) / len(run.step_ms)
+        if mean > UNEVEN * timing.median(run.step_ms) + fixed / len(times):
+            run.step_ms = [mean] * len(run.step_ms)
+
+
+def in_turns(plans: Sequence[Plan], jobs: int) -> Iterator[LabRun]:
+    """The runs of each plan. Up to `jobs` processes prepare in parallel; each is timed alone."""
+    for start in range(0, len(plans), jobs):
+        yield from _together(plans[start : start + jobs])
+
+
+def _together(plans: Sequence[Plan]) -> Iterator[LabRun]:
+    """None of the processes is left when this ends, however it ends."""
+    environment = share_of_compilers(len(plans)) | os.environ
+    with contextlib.ExitStack() as stack:
+        pool = ThreadPoolExecutor(len(plans))
+        stack.callback(pool.shutdown)
+        candidates = []
+        for plan in plans:
+            candidates.append(Candidate(plan, len(plans) - 1, environment))
+            stack.callback(candidates[-1].stop)
+        list(pool.map(Candidate.prepare, candidates))
+        for one in candidates:
+            yield from one.measure()
