@@ -6,6 +6,7 @@ its step times have to add up to the judge's clock.
 """
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import math
@@ -15,12 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from workshop import records, results
 from workshop.errors import WorkshopError
 from workshop.judge.judge import FIXED_MS, SHARE, UNEVEN
 from workshop.judge.pipe import Closed, Message, Nonsense
 from workshop.judge.process import Process, share_of_compilers
+from workshop.judge.turn import Check
 from workshop.labs import TOLD, LabRun
 from workshop.run import timing
 
@@ -46,6 +49,8 @@ class Plan:
     """The folder of results in which the comparison has its file."""
     take_times: Callable[[LabRun, Spans], None] = each_step
     """Fills in the record's times."""
+    check: Check | None = None
+    """Compares the work with a reference. Without one the process's own gate counts."""
 
 
 class Candidate:
@@ -88,6 +93,10 @@ class Candidate:
                 run.error = f"not ready to be timed after {READY_WITHIN_S:,} s, and ended"
             yield self._saved(run)
 
+    def _ask(self, **question: Any) -> Message:
+        self._process.ask("show", **question)
+        return self._process.answer("shown")
+
     def _saved(self, run: LabRun) -> LabRun:
         records.add(run, self.plan.folder)
         return run
@@ -95,18 +104,36 @@ class Candidate:
     def _measured(self, planned: LabRun) -> LabRun:
         spans: Spans = []
         judge_ms = waited_ms = 0.0
-        while (message := self._process.answer("begin", "measured")).kind == "begin":
-            done, seconds, waited = self._process.timed("go", {}, "done")
+        check = self.plan.check
+        while (message := self._process.answer("begin", "finished", "measured")).kind == "begin":
+            tensors, values = check.draw() if check else ({}, {})
+            done, seconds, waited = self._process.timed("go", tensors, "done", **values)
             spans.append(_times(done))
             judge_ms += seconds * 1e3
             waited_ms += (waited or 0.0) * 1e3
+        judged = copy.deepcopy(planned)
+        if message.kind == "finished":
+            if check:
+                check.judge(self._ask, judged)
+            self._process.ask("enough")
+            message = self._process.answer("measured")
         run = _filled(planned, message)
+        if check and run.status == "complete":
+            _take_verdict(run, judged)
         if spans:
             self.plan.take_times(run, spans)
             _settle(run, spans, judge_ms, waited_ms)
         for wrong in run.wrong():
             raise Nonsense(f"the process told nonsense: {wrong}")
         return run
+
+
+def _take_verdict(run: LabRun, judged: LabRun) -> None:
+    """What the process told of its gate and audit does not count."""
+    run.gate, run.audit = judged.gate, judged.audit
+    run.metrics |= judged.metrics
+    if run.refused:
+        run.status = "gate failed" if run.gate.status == "fail" else "audit failed"
 
 
 def _times(done: Message) -> list[float]:

@@ -1,25 +1,53 @@
-"""A lab's process in a study: it prepares, waits for its turn, works while the judge's clock runs,
-and tells what it measured."""
+"""A lab's process: it prepares, waits for its turn, works while the judge's clock runs, answers
+what the judge asks about the work, and tells what it measured.
+
+A lab's check is the judge's side of this. A process that no study has started is its own judge:
+then both sides are in it, and no verdict of another process is on the work.
+"""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from workshop.judge.pipe import Pipe
+from workshop.judge.pipe import Message, Pipe
 from workshop.labs import TOLD, LabRun
 from workshop.run.timing import StepClock
 
+Shown = tuple[Mapping[str, Tensor], Mapping[str, Any]]
+"""Tensors, fp64, fp32, int64 or int32, and plain values, by name."""
+
+
+class Check(Protocol):
+    """Compares the work of one process with a reference."""
+
+    def draw(self) -> Shown:
+        """Draws what the process is given when the clock starts, each time it does: inputs that it
+        can't have seen before, or their seed."""
+
+    def judge(self, ask: Callable[..., Message], run: LabRun) -> None:
+        """Asks the process for what it did, and fills in the run's gate, its audit, and the metrics
+        that follow from what it compares.
+
+        Args:
+            ask: takes values by name, for the process, and returns its answer.
+        """
+
 
 class Turn:
-    """The turn of one process in a study. Without a judge it is always this process's turn.
+    """The turn of one process in a study, or of a process that nobody else judges.
 
     The methods raise Closed when the judge is gone.
     """
 
-    def __init__(self, judged: bool) -> None:
-        self.judged = judged
+    def __init__(self, judged: bool, check: Check | None = None) -> None:
+        """
+        Args:
+            check: judges the work if no study does.
+        """
+        self.judged, self._check = judged, check
         self.beside = 0
         """Other processes that prepared at the same time."""
         self._pipe = Pipe.to_judge() if judged else None
@@ -32,13 +60,14 @@ class Turn:
             self.beside = int(self._pipe.receive().values["beside"])
             self._came = True
 
-    def begin(self) -> dict[str, Any]:
-        """Asks for the judge's clock, and waits until it runs; what comes with that, such as a
-        seed, was drawn then."""
-        if self._pipe is None:
-            return {}
-        self._pipe.send("begin")
-        return self._pipe.receive().values
+    def begin(self) -> Message:
+        """Asks for the judge's clock, and waits until it runs; what comes with that was drawn
+        then."""
+        if self._pipe:
+            self._pipe.send("begin")
+            return self._pipe.receive()
+        tensors, values = self._check.draw() if self._check else ({}, {})
+        return Message("go", dict(values), dict(tensors))
 
     def end(self, step_ms: Sequence[float]) -> None:
         """Stops the clock that `begin` asked for, when the device has nothing left to do.
@@ -48,6 +77,25 @@ class Turn:
         """
         if self._pipe:
             self._pipe.send("done", step_ms=list(step_ms))
+
+    def answer(self, show: Callable[..., Shown], run: LabRun) -> None:
+        """Answers what the judge asks about the work; alone, fills in the run's verdict.
+
+        Args:
+            show: takes the values of a question by name.
+        """
+        if self._pipe:
+            self._pipe.send("finished")
+            while (asked := self._pipe.receive()).kind == "show":
+                tensors, values = show(**asked.values)
+                self._pipe.send("shown", tensors, **values)
+        elif self._check:
+
+            def ask(**question: Any) -> Message:
+                tensors, values = show(**question)
+                return Message("shown", dict(values), dict(tensors))
+
+            self._check.judge(ask, run)
 
     def tell(self, record: LabRun) -> None:
         """Sends what this process measured for a record."""
@@ -66,7 +114,7 @@ class Clock:
         self.step_ms: list[float] = []
         """Up to the last `stop`."""
 
-    def start(self) -> dict[str, Any]:
+    def start(self) -> Message:
         """Returns what the judge sends, as Turn.begin."""
         sent = self._turn.begin()
         self._clock = StepClock(self._device)
