@@ -269,7 +269,7 @@ for kind in ("ready", "begin"):
     [
         ('say("done", step_ms=[1e-9]); say("measured", gate={"status": "pass"})', ""),
         ('say("done", step_ms=[1e-9]); say("measured", step_ms=[5.0], subject="x", unit="y")', ""),
-        ('say("done", step_ms=[]); say("measured")', "the process told no times"),
+        ('say("done", step_ms=[]); say("measured")', "step_ms is empty"),
         ('say("done", step_ms=[float("nan")])', "the process told no times"),
         ('say("done", step_ms=[-1.0, 9.0])', "the process told no times"),
         ('say("done", step_ms=[1.0]); say("measured", metrics=3)', "the process told nonsense"),

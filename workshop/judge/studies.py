@@ -120,7 +120,7 @@ class Candidate:
         run = _filled(planned, message)
         if check and run.status == "complete":
             _take_verdict(run, judged)
-        if spans:
+        if any(spans):
             self.plan.take_times(run, spans)
             _settle(run, spans, judge_ms, waited_ms)
         for wrong in run.wrong():
@@ -139,7 +139,7 @@ def _take_verdict(run: LabRun, judged: LabRun) -> None:
 def _times(done: Message) -> list[float]:
     with contextlib.suppress(KeyError, TypeError, ValueError):
         times = [float(ms) for ms in done.values["step_ms"]]
-        if times and all(0 < ms < math.inf for ms in times):
+        if all(0 < ms < math.inf for ms in times):
             return times
     raise Nonsense(f"the process told no times: {done.values!s:.60}")
 
