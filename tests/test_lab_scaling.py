@@ -209,8 +209,13 @@ def test_a_step_is_computation_and_what_it_can_not_hide(
 # --- tables --------------------------------------------------------------------------------------
 
 
+def variant_of(strategy: str, size: int, share: int) -> str:
+    asked = request.build_parser().parse_args([])
+    return loop.variant_of(asked, "v2", strategy, size, share, "bf16", "none", False)
+
+
 def trained(strategy: str, size: int, share: int, ms: float, **changes: Any) -> LabRun:
-    variant = loop.variant_of("v2", strategy, size, share) + ", bf16"
+    variant = variant_of(strategy, size, share)
     metrics: dict[str, Any] = {"processes": size, "sequences": share}
     if size == 1:
         metrics |= {"forward_ms": 10.0, "backward_ms": 21.0, "optimizer_ms": 3.0}
@@ -220,7 +225,7 @@ def trained(strategy: str, size: int, share: int, ms: float, **changes: Any) -> 
     fields: dict[str, Any] = {
         "lab": request.LAB, "subject": loop.subject_of("medium", 512, None), "unit": "tokens",
         "units_per_step": size * share * 512, "metrics": metrics, "options": options,
-        "baseline": loop.variant_of("v2", strategy, 1, 16) + ", bf16",
+        "baseline": variant_of(strategy, 1, 16),
         "parent_command": ["measure.py"],
         "memory_mb": {"peak": 2000.0 / size, "source": "allocator"},
         "setup_s": {"compile": 12.5},

@@ -255,21 +255,24 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
         compile_mode=compile_mode,
         cuda_graph=cuda_graph,
         interpreted=interpreted,
-        schedule=_schedule(arguments, interpreted),
+        schedule=schedule(
+            arguments.warmup_steps, arguments.num_steps, interpreted, arguments.profile_steps
+        ),
         switches={name: getattr(arguments, name) for name in _switches(module)},
         output_dir=arguments.output_dir or folder,
         arguments=arguments,
     )
 
 
-def _schedule(arguments: argparse.Namespace, interpreted: bool) -> trainer.Schedule:
+def schedule(
+    warmup: int | None, timed: int | None, interpreted: bool, profiled: int | None = None
+) -> trainer.Schedule:
     """The steps that were asked for, else those of a default."""
     default = _INTERPRETED if interpreted else USUAL
-    if arguments.profile_steps and not interpreted:
-        default = trainer.Schedule(_WARMUP_OF_PROFILE, arguments.profile_steps, phases=0)
-    timed = arguments.profile_steps or arguments.num_steps or default.timed
-    warmup = arguments.warmup_steps or default.warmup
-    return trainer.Schedule(warmup, timed, phases=min(default.phases, timed))
+    if profiled and not interpreted:
+        default = trainer.Schedule(_WARMUP_OF_PROFILE, profiled, phases=0)
+    timed = profiled or timed or default.timed
+    return trainer.Schedule(warmup or default.warmup, timed, phases=min(default.phases, timed))
 
 
 def execution(

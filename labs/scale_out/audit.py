@@ -6,25 +6,25 @@ every weight, and AdamW's first moments, which are a mean of the last gradients.
 these moments; p2p and ZeRO release the gradients in the update. Weights and moments are gathered
 under V1's names, and copies of a weight in several processes must be equal, bit by bit.
 
-The reference is V1 in the first process. It trains on the whole batches, with a step of its own and
-without any of the group's functions: in fp32, and for a lower precision also at that one, whose
-distance sets the tolerance. Where the whole batch does not fit, V1 passes fewer sequences at once
-and adds up their gradients. It needs 16 bytes a parameter, for weights, gradients and moments, and
-room for one sequence: a run whose gate fits can be audited.
+The reference is V1, which the study trains in its own process; of a training alone, the first
+process does. V1 trains on the whole batches, with a step of its own and without any of the group's
+functions: in fp32, and for a lower precision also at that one, whose distance sets the tolerance.
+In a study's later repeats, which have other batches, V1 trains at that precision alone. Where the
+whole batch does not fit, V1 passes fewer sequences at once and adds up their gradients. It needs 16
+bytes a parameter, for weights, gradients and moments, and room for one sequence: a run whose gate
+fits can be audited.
 """
 
 import dataclasses
-import hashlib
-import json
+import functools
+import secrets
 import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from labs.scale_out import group as groups
 from labs.scale_out import proof
 from labs.scale_out.request import Job
 from labs.scale_out.strategies import Strategy
@@ -32,6 +32,10 @@ from workshop import results, versions
 from workshop.gate import audit, canonical, gate_size
 from workshop.gate.audit import Course, Reference
 from workshop.gate.parity import Setting
+from workshop.judge import turn, wire
+from workshop.judge.pipe import Message
+from workshop.judge.turn import Shown
+from workshop.labs import LabRun
 from workshop.results import NOT_AUDITED
 from workshop.run import trainer
 from workshop.run.precision import get_precision, kept_matmul_mode
@@ -46,8 +50,6 @@ class Trained:
     """The results of a training that its audit compares; without tensors but in the first
     process."""
 
-    losses: list[float]
-    """The mean over all processes in each step."""
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor]
     """AdamW's first moments. Both are on the host."""
@@ -55,7 +57,7 @@ class Trained:
     """Sentences on copies of a weight that differ."""
 
 
-def record(job: Job, strategy: Strategy, losses: list[float]) -> Trained:
+def record(job: Job, strategy: Strategy) -> Trained:
     """Records a training that has just ended. All processes have to call it."""
 
     def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -65,7 +67,7 @@ def record(job: Job, strategy: Strategy, losses: list[float]) -> Trained:
 
     weights = strategy.weights()
     unequal = proof.unequal_copies("weight", weights)
-    return Trained(losses, kept(weights), kept(strategy.mean_gradients()), unequal)
+    return Trained(kept(weights), kept(strategy.mean_gradients()), unequal)
 
 
 def setting_of(job: Job) -> Setting:
@@ -81,80 +83,94 @@ def setting_of(job: Job) -> Setting:
     )
 
 
-def check(job: Job, trained: Trained, batches: Tensor, data: dict[str, Any]) -> results.Audit:
-    """The verdict on a training whose memory has been released, the same in all processes,
-    which all have to call it.
+def show(setting: Setting, trained: Trained, gate: results.Parity, *, seed: int) -> Shown:
+    """Shows a training, whose memory has been released, in little.
 
     Args:
-        batches: of all processes and at least all steps, (n, 2, B, T).
-        data: identifies the batches.
+        gate: its verdict, which the group has found itself before the clock.
+        seed: of the sketches and the fingerprint.
     """
-    found = results.Audit()
-    if job.group.is_first:
-        begin = time.perf_counter()
+    model = _v1(setting)
+    canonical.load_canonical(model, trained.weights)
+    course = _course(model, trained.gradients, setting, torch.zeros(0), seed)
+    tensors, values = wire.of_course(course)
+    return tensors, values | {"unequal": trained.unequal, "gate": dataclasses.asdict(gate)}
+
+
+@dataclass
+class Round:
+    """Batches that one or more groups train, and V1's training on them."""
+
+    setting: Setting
+    batches: Tensor
+    """Of all processes and all steps, (n, 2, B, T)."""
+    learning_rate: float
+    first: "Round | None" = None
+    """One of the same setting, with other batches, which has shown what V1's precision costs."""
+    seed: int = field(default_factory=lambda: secrets.randbits(62))
+    """Of the sketches and the fingerprint: a group gets it when it has trained."""
+
+    @functools.cached_property
+    def reference(self) -> Reference | None:
+        """None: V1 has no memory."""
+        known = self.first and self.first.reference
+        what = self.setting, self.batches, self.learning_rate, self.seed
         try:
-            found = _judge(job, trained, batches[: len(trained.losses)], data)
+            if known:
+                return dataclasses.replace(known, course=_train(*what), name="V1", exact=False)
+            return train_reference(*what)
         except (RuntimeError, MemoryError) as error:
             if trainer.memory_asked_for(error) is None:
                 raise
-            found.why = f"{NOT_AUDITED}: no memory for V1 in one process"
-        found.seconds = time.perf_counter() - begin
-    found = groups.of_first(found)
-    if trained.unequal:
-        found.status, found.failures = "fail", trained.unequal + found.failures
-    return found
+            return None
 
 
-def _judge(job: Job, trained: Trained, batches: Tensor, data: dict[str, Any]) -> results.Audit:
-    setting, rate, folder = setting_of(job), job.arguments.learning_rate, job.arguments.audit
-    model = _v1(setting)
-    canonical.load_canonical(model, trained.weights)
-    course = _course(model, trained.gradients, setting, torch.tensor(trained.losses))
-    del model
-    path = folder and _path(
-        folder,
-        config=dataclasses.asdict(setting.config),
-        batches=list(batches.shape),
-        precision=setting.precision.name,
-        seed=setting.seed,
-        learning_rate=rate,
-        data=data,
-    )
-    if path and path.exists():
-        return audit.judge(course, _load(path), setting)
-    with groups.threads_of_all(job.group):
-        reference = train_reference(setting, batches, rate)
-    if path:
-        _save(path, reference)
-    return audit.judge(course, reference, setting)
+class Check(turn.Check):
+    """Compares a group's training with V1's, in this process alone."""
+
+    def __init__(self, round_: Round, warmup: int | None = None) -> None:
+        """
+        Args:
+            warmup: the first steps, whose batches the group knows; all are known without it.
+        """
+        self._round, self._warmup = round_, warmup
+        self._losses = torch.zeros(0)
+
+    def draw(self) -> Shown:
+        if self._warmup is None:
+            return {}, {}
+        return {"batches": self._round.batches[self._warmup :].int()}, {}
+
+    def take(self, proof: Mapping[str, Tensor]) -> None:
+        self._losses = proof.get("losses", self._losses).double().flatten()
+
+    def judge(self, ask: Callable[..., Message], run: LabRun) -> None:
+        shown = ask(seed=self._round.seed)
+        course = dataclasses.replace(wire.to_course(shown), losses=self._losses)
+        start, reference = time.perf_counter(), self._round.reference
+        if reference is None:
+            run.audit.why = f"{NOT_AUDITED}: no memory for V1 in one process"
+        else:
+            run.audit = audit.judge(course, reference, self._round.setting)
+        run.audit.seconds = time.perf_counter() - start
+        if unequal := list(map(str, shown.values["unequal"])):
+            run.audit.status, run.audit.failures = "fail", unequal + run.audit.failures
+        # The gate runs before the clock, in all processes together: the audit is the judge's word.
+        run.gate = results.convert(results.Parity, shown.values["gate"], "the group's gate")
 
 
-def train_reference(setting: Setting, batches: Tensor, learning_rate: float) -> Reference:
-    """Trains V1 in this process alone on whole batches."""
+def train_reference(
+    setting: Setting, batches: Tensor, learning_rate: float, seed: int = 0
+) -> Reference:
+    """Trains V1 in this process alone on whole batches; `seed` is of sketches and fingerprint."""
     exact = dataclasses.replace(setting, precision=get_precision("fp32", setting.device))
-    truth = _train(exact, batches, learning_rate)
+    truth = _train(exact, batches, learning_rate, seed)
     is_exact = setting.precision.name == "fp32"
-    own = truth if is_exact else _train(setting, batches, learning_rate)
+    own = truth if is_exact else _train(setting, batches, learning_rate, seed)
     return Reference(truth, audit.errors_of(own, truth), "V1 in fp32", exact=True)
 
 
-def _path(folder: Path, **facts: object) -> Path:
-    """The file of what other trainings of a study with these facts are compared with."""
-    key = json.dumps(facts, sort_keys=True, default=str)
-    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
-
-
-def _save(path: Path, reference: Reference) -> None:
-    with results.atomic_path(path) as temporary:
-        torch.save(dataclasses.asdict(reference), temporary)
-
-
-def _load(path: Path) -> Reference:
-    content = torch.load(path, weights_only=True)
-    return Reference(**{**content, "course": Course(**content["course"])})
-
-
-def _train(setting: Setting, batches: Tensor, learning_rate: float) -> Course:
+def _train(setting: Setting, batches: Tensor, learning_rate: float, seed: int) -> Course:
     model, losses = _v1(setting), []
     canonical.load_canonical(model, canonical.canonical_state(setting.config, setting.seed))
     optimizer = versions.load(versions.BASELINE).configure_optimizer(model, learning_rate)
@@ -162,7 +178,7 @@ def _train(setting: Setting, batches: Tensor, learning_rate: float) -> Course:
     at_once = sequences if seq_len == setting.seq_len else 1
     with kept_matmul_mode():
         setting.precision.set_matmul_mode()
-        for tokens, targets in batches:
+        for tokens, targets in batches.long():
             optimizer.zero_grad()
             total = torch.zeros((), device=setting.device)
             for i in range(0, setting.batch_size, at_once):
@@ -176,7 +192,7 @@ def _train(setting: Setting, batches: Tensor, learning_rate: float) -> Course:
     moments = {
         name: optimizer.state[weight]["exp_avg"] for name, weight in model.named_parameters()
     }
-    return _course(model, moments, setting, torch.stack(losses))
+    return _course(model, moments, setting, torch.stack(losses), seed)
 
 
 def _v1(setting: Setting) -> nn.Module:
@@ -185,8 +201,8 @@ def _v1(setting: Setting) -> nn.Module:
 
 
 def _course(
-    model: nn.Module, gradients: dict[str, Tensor], setting: Setting, losses: Tensor
+    model: nn.Module, gradients: dict[str, Tensor], setting: Setting, losses: Tensor, seed: int
 ) -> Course:
     for name, weight in model.named_parameters():
         weight.grad = gradients[name].to(weight.device)
-    return audit.record(model, setting, losses, audit.fingerprint(model, seed=0))
+    return audit.record(model, setting, losses, audit.fingerprint(model, seed), seed)

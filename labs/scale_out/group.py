@@ -150,11 +150,9 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def begin(group: Group, turn: Turn) -> None:
-    """Waits until the judge's clock runs; the first process asks for it."""
-    if group.is_first:
-        turn.begin()
-    of_first(None)
+def begin(group: Group, turn: Turn) -> dict[str, Tensor]:
+    """Waits until the judge's clock runs, for which the first process asks; what came with that."""
+    return of_first(turn.begin().tensors if group.is_first else {})
 
 
 # --- messages between them -----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import fcntl
+import functools
 import gc
 import os
 import sys
@@ -25,12 +26,12 @@ from workshop.errors import WorkshopError
 from workshop.gate import canonical
 from workshop.gate.audit import summary
 from workshop.labs import LabRun
-from workshop.results import FAIL, NOT_AUDITED, PASS, Audit
+from workshop.results import FAIL, NOT_AUDITED, PASS
 from workshop.run import flops, lab_record, markers, memory, presets, startup, trainer
 from workshop.run.timing import StepClock, median, spread
 
 _PROGRESS_LINES = 10
-HIDDEN = ("--output-dir", "--checkpoints", "--text-file", "--local_rank", "--trace", "--audit")
+HIDDEN = ("--output-dir", "--checkpoints", "--text-file", "--local_rank", "--trace")
 VERDICTS = {"pass": PASS, "fail": FAIL, "not run": f"{NOT_AUDITED}: figures unverified"}
 _PHASED = 5
 """Steps whose phases are timed."""
@@ -48,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _prove_and_train(job: Job) -> int:
     asked, arguments = job.asked, job.arguments
+    rate = arguments.learning_rate
     batches, data_record = request.load_data(asked)
     settings = _settings(job, data_record)
     start = _start(job, settings)
@@ -55,6 +57,8 @@ def _prove_and_train(job: Job) -> int:
     if arguments.trace:
         results.prepare_file(arguments.trace, "--trace")
     record = _new_record(job, data_record)
+    whole = audit.Round(audit.setting_of(job), batches[: asked.schedule.steps], rate)
+    job.turn.check = audit.Check(whole)
     request.print_configuration(asked, data_record)
     request.print_lines([("processes", _processes(job))])
     if start and start.steps >= job.asked.schedule.steps:
@@ -68,7 +72,7 @@ def _prove_and_train(job: Job) -> int:
             return _finish(job, record)
         strategy = job.make_strategy(asked)
         initial = canonical.canonical_state(asked.config, asked.arguments.seed)
-        optimizer = strategy.prepare(initial, arguments.learning_rate)
+        optimizer = strategy.prepare(initial, rate)
         if start:
             checkpoints.load(start, strategy)
             print(f"resumed after step {start.steps} from {start.folder.name}")
@@ -77,16 +81,21 @@ def _prove_and_train(job: Job) -> int:
     training.train()
     _record_training(job, record, training)
     why_not = _why_not_audited(job, record, start, settings)
-    trained = None if why_not else audit.record(job, strategy, training.all_losses())
+    trained = None if why_not else audit.record(job, strategy)
     if arguments.trace:
         _look_inside(job, record, training)
     del strategy, optimizer, training  # V1 needs their memory
     _release_memory()
-    found = Audit(why=why_not)
+    record.audit.why = why_not
     if trained:
         print("audit: comparing the steps with V1's in one process ...", flush=True)
-        found = audit.check(job, trained, batches, data_record)
-    _add_audit(record, found)
+        show = functools.partial(audit.show, audit.setting_of(job), trained, record.gate)
+        if job.group.is_first:
+            with groups.threads_of_all(job.group):
+                job.turn.answer(show, record)
+        record.audit = groups.of_first(record.audit)
+    if not arguments.candidate:
+        _add_audit(record)
     return _finish(job, record)
 
 
@@ -106,11 +115,10 @@ def _why_not_audited(
     return f"{NOT_AUDITED}: {reason}" if reason else ""
 
 
-def _add_audit(record: LabRun, found: Audit) -> None:
-    """Prints and keeps the audit's verdict."""
+def _add_audit(record: LabRun) -> None:
+    """Prints the audit's verdict, and takes the run's status from it."""
+    found = record.audit
     print("\n  ".join([f"audit: {summary(found)}", *found.failures]))
-    record.setup_s["audit"] = found.seconds or 0.0
-    record.audit = found
     if found.status == "fail":
         record.status = "audit failed"
     elif found.status == "not run":
@@ -263,14 +271,17 @@ class Training(trainer.Runner):
         """Trains the timed steps, alone on the devices."""
         if self.job.group.is_first:
             self.job.turn.wait()
-        groups.begin(self.job.group, self.job.turn)
+        sent = groups.begin(self.job.group, self.job.turn)
+        if "batches" in sent:
+            own = self.job.group.part(sent["batches"].long(), dim=2)
+            self.replace_batches(self.warmup, own)
         self._mark()
         while self.done < len(self._batches):
             self.advance()
         self.wait()
-        own = [self._clock.between_ms(end - 1, end) for end in self._ends[self.warmup :]]
-        self.step_ms = max(groups.of_all(own), key=median)
-        self.job.turn.end(self.step_ms)
+        times = [self._clock.between_ms(end - 1, end) for end in self._ends[self.warmup :]]
+        self.step_ms = max(groups.of_all(times), key=median)
+        self.job.turn.end(self.step_ms, {"losses": torch.tensor(self.all_losses())})
         self._show()
 
     def advance(self) -> None:

@@ -10,11 +10,14 @@ model predicts the step's time, for up to 1,024 GPUs.
 """
 
 import argparse
+import dataclasses
+import functools
 import re
+import secrets
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,15 +30,17 @@ if __name__ == "__main__":
 
 import torch
 
-from labs.scale_out import collectives, loop, prediction, request, scaling, strategies
+from labs.scale_out import audit, collectives, loop, prediction, request, scaling, strategies
 from workshop import errors, labs, records, results, versions
 from workshop.arguments import count, parse
 from workshop.compare import lab_table, tables
 from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.gate.parity import Setting
 from workshop.judge import studies
 from workshop.labs import LabRun
-from workshop.request import execution
-from workshop.run import hardware, lab_record, presets, timing
+from workshop.request import execution, schedule
+from workshop.run import hardware, interpreter, lab_record, presets, timing
+from workshop.run.data import Source
 from workshop.run.precision import get_precision
 
 PROGRAM = Path(__file__).with_name("train.py")
@@ -46,7 +51,10 @@ TRAININGS = {
     "cpu": ("v2:ddp", "v2:fsdp", "hf:accelerate-ddp"),
 }  # fmt: skip
 SCALINGS = ("weak", "strong")
-SET_HERE = ("version", "strategy", "config", "batch_size", "device", "trace", "audit")
+SET_HERE = (
+    *("version", "strategy", "config", "batch_size", "device", "trace", "save_every", "resume"),
+    "checkpoints",
+)
 """Flags of train.py that each run gets from this program."""
 
 
@@ -76,6 +84,10 @@ class Study:
     flags: list[str]
     asked: argparse.Namespace
     """`flags`, parsed."""
+    source: Source
+    """Of the trainings' batches."""
+    rounds: dict[str, dict[int, audit.Round]] = field(default_factory=dict)
+    """By setting and steps, then by repeat."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -187,7 +199,8 @@ def measure(arguments: argparse.Namespace) -> int:
         raise WorkshopError(f"--session {session}: there is no {stored}")
     interrupted = False
     with tempfile.TemporaryDirectory() as scratch:
-        study = Study(device, session, folder, Path(scratch), arguments.flags, asked)
+        source = Source(asked.data, asked.text_file)
+        study = Study(device, session, folder, Path(scratch), arguments.flags, asked, source)
         try:
             print(f"cases: {len(todo)}, runs of each: {arguments.repeats}", flush=True)
             for run in _runs(arguments, study, todo):
@@ -278,7 +291,7 @@ def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iter
         if arguments.collectives:
             yield from studies.in_turns([_plan_collectives(study, n) for n in sizes], 1)
         ordered = left[:: 1 - 2 * (repeat % 2)]
-        plans = [_plan(study, case, alone[_of(case)]) for case in ordered]
+        plans = [_plan(study, case, repeat, alone[_of(case)]) for case in ordered]
         for case, run in zip(ordered, studies.in_turns(plans, arguments.jobs), strict=True):
             if run.status != "complete":
                 left.remove(case)
@@ -303,7 +316,7 @@ def missing(training: Training, device: torch.device) -> str:
 
 
 def _skipped(study: Study, case: Case, reason: str) -> LabRun:
-    plan = _plan(study, case)
+    plan = _plan(study, case, 0)
     (run,) = plan.planned
     run.status, run.error = "skipped", reason
     records.add(run, plan.folder)
@@ -329,13 +342,12 @@ def _execution(study: Study, case: Case) -> tuple[str, bool]:
     )  # fmt: skip
 
 
-def _plan(study: Study, case: Case, baseline: str = "") -> studies.Plan:
+def _plan(study: Study, case: Case, repeat: int, baseline: str = "") -> studies.Plan:
     (version, strategy, graph), size = case.training, case.size
     seq_len = study.asked.seq_len or presets.get_preset(case.config).seq_len
     flags = {
         "--version": version, "--strategy": strategy, "--config": case.config,
         "--batch-size": size * case.share, "--device": study.device.type,
-        "--audit": study.scratch,
         "--trace": study.scratch / f"{results.new_session()}.json.gz",
     }  # fmt: skip
     if strategy == "zero3" and not study.asked.compile:
@@ -358,7 +370,35 @@ def _plan(study: Study, case: Case, baseline: str = "") -> studies.Plan:
     )  # fmt: skip
     # accelerate shards nothing in a process without a launcher.
     launched = size > 1 or strategy == "accelerate-fsdp"
-    return studies.Plan([*launcher(size if launched else 0), *command], [planned], study.folder)
+    return studies.Plan(
+        [*launcher(size if launched else 0), *command], [planned], study.folder,
+        check=_check(study, case, repeat),
+    )  # fmt: skip
+
+
+def _check(study: Study, case: Case, repeat: int) -> audit.Check:
+    """Trainings of a repeat with the same model and batch are compared with one of V1."""
+    asked, preset = study.asked, presets.get_preset(case.config)
+    version = versions.get_version(case.training.version)
+    config = versions.load(versions.BASELINE).TinyLlamaConfig(**preset.model())
+    if asked.num_layers:
+        config = dataclasses.replace(config, num_layers=asked.num_layers)
+    setting = Setting(
+        config, get_precision(asked.precision, study.device), study.device, asked.seed,
+        case.size * case.share, asked.seq_len or preset.seq_len,
+    )  # fmt: skip
+    interpreted = interpreter.serves(version, study.device)
+    steps = schedule(asked.warmup_steps, asked.num_steps, interpreted)
+    rounds = study.rounds.setdefault(repr((setting, steps)), {})
+    if repeat not in rounds:
+        draw = functools.partial(
+            study.source.draw, steps=steps.batches, batch_size=setting.batch_size,
+            seq_len=setting.seq_len, vocab_size=config.vocab_size,
+        )  # fmt: skip
+        known, timed = draw(seed=setting.seed), draw(seed=secrets.randbits(62))
+        batches = torch.cat((known[: steps.warmup], timed[: steps.timed]))
+        rounds[repeat] = audit.Round(setting, batches, asked.learning_rate, rounds.get(0))
+    return audit.Check(rounds[repeat], steps.warmup)
 
 
 def launcher(size: int) -> list[str]:

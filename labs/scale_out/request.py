@@ -210,9 +210,7 @@ def _add_files(add: Add) -> None:
         "the share of communication into the result; one process has no trace, but the times of "
         "its phases in the result, if they can be measured apart",
     )
-    # For measure.py: that it judges, and the folder of the references that a study's runs share.
-    add("--candidate", action="store_true", help=argparse.SUPPRESS)
-    add("--audit", type=Path, help=argparse.SUPPRESS)
+    add("--candidate", action="store_true", help=argparse.SUPPRESS)  # of measure.py
 
 
 def check(arguments: argparse.Namespace) -> Job:

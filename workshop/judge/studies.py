@@ -109,6 +109,8 @@ class Candidate:
             tensors, values = check.draw() if check else ({}, {})
             done, seconds, waited = self._process.timed("go", tensors, "done", **values)
             spans.append(_times(done))
+            if check:
+                check.take(done.tensors)
             judge_ms += seconds * 1e3
             waited_ms += (waited or 0.0) * 1e3
         judged = copy.deepcopy(planned)

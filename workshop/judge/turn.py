@@ -27,6 +27,10 @@ class Check(Protocol):
         """Draws what the process is given when the clock starts, each time it does: inputs that it
         can't have seen before, or their seed."""
 
+    def take(self, proof: Mapping[str, Tensor]) -> None:
+        """Keeps what came when the clock stopped. It has to depend on all the work, so that no work
+        is left for later, and to be compared in `judge`."""
+
     def judge(self, ask: Callable[..., Message], run: LabRun) -> None:
         """Asks the process for what it did, and fills in the run's gate, its audit, and the metrics
         that follow from what it compares.
@@ -47,7 +51,7 @@ class Turn:
         Args:
             check: judges the work if no study does.
         """
-        self.judged, self._check = judged, check
+        self.judged, self.check = judged, check
         self.beside = 0
         """Other processes that prepared at the same time."""
         self._pipe = Pipe.to_judge() if judged else None
@@ -66,17 +70,20 @@ class Turn:
         if self._pipe:
             self._pipe.send("begin")
             return self._pipe.receive()
-        tensors, values = self._check.draw() if self._check else ({}, {})
+        tensors, values = self.check.draw() if self.check else ({}, {})
         return Message("go", dict(values), dict(tensors))
 
-    def end(self, step_ms: Sequence[float]) -> None:
+    def end(self, step_ms: Sequence[float], proof: Mapping[str, Tensor] | None = None) -> None:
         """Stops the clock that `begin` asked for, when the device has nothing left to do.
 
         Args:
             step_ms: by this process's own clock, the times of all that it has done since.
+            proof: as Check.take has it.
         """
         if self._pipe:
-            self._pipe.send("done", step_ms=list(step_ms))
+            self._pipe.send("done", proof, step_ms=list(step_ms))
+        elif self.check:
+            self.check.take(proof or {})
 
     def answer(self, show: Callable[..., Shown], run: LabRun) -> None:
         """Answers what the judge asks about the work; alone, fills in the run's verdict.
@@ -89,13 +96,13 @@ class Turn:
             while (asked := self._pipe.receive()).kind == "show":
                 tensors, values = show(**asked.values)
                 self._pipe.send("shown", tensors, **values)
-        elif self._check:
+        elif self.check:
 
             def ask(**question: Any) -> Message:
                 tensors, values = show(**question)
                 return Message("shown", dict(values), dict(tensors))
 
-            self._check.judge(ask, run)
+            self.check.judge(ask, run)
 
     def tell(self, record: LabRun) -> None:
         """Sends what this process measured for a record."""
@@ -125,8 +132,12 @@ class Clock:
         """Marks the end of a step."""
         self._clock.mark()
 
-    def stop(self) -> None:
-        """Waits for the device."""
+    def stop(self, proof: Mapping[str, Tensor] | None = None) -> None:
+        """Waits for the device.
+
+        Args:
+            proof: as Turn.end has it.
+        """
         times = self._clock.durations_ms()
-        self._turn.end(times)
+        self._turn.end(times, proof)
         self.step_ms += times
