@@ -186,12 +186,11 @@ def test_zero(processes: Processes, tmp_path: Path) -> None:
 
 
 def test_the_proof_s_batch_can_be_shared_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "of_first", lambda value: value)
     monkeypatch.setattr(gate_size, "of_setting", lambda setting: (3, 1024))
     words = "--device cpu --config tiny --batch-size 8 --seq-len 1024".split()
-    job = request.check(request.build_parser().parse_args(words))
+    asked = audit.setting_of(request.check(request.build_parser().parse_args(words)))
     for parts, shape in ((2, (2, 1024)), (3, (3, 1024)), (8, (8, 384))):
-        setting = proof._setting(job.asked, job.group, parts)
+        (setting,) = proof.Gate(asked, parts, whole_batch=False).settings().values()
         assert (setting.batch_size, setting.seq_len) == shape
 
 
@@ -276,7 +275,7 @@ def test_groups_that_prepare_beside_each_other_do_it_one_after_the_other(
 
         monkeypatch.setattr(module, name, call)
 
-    noted(proof, "check", proof.check)
+    noted(proof, "prove", proof.prove)
     noted(loop.Training, "get_ready", loop.Training.get_ready)
     noted(group, "of_all", group.of_all)
     noted(turn.Turn, "wait", turn.Turn.wait)
@@ -284,9 +283,9 @@ def test_groups_that_prepare_beside_each_other_do_it_one_after_the_other(
     trace = str(tmp_path / "trace.json.gz")
     words = [*GATED, *of_steps(STEPS)]
     assert train.main([*words, "--output-dir", str(tmp_path), "--candidate", "--trace", trace]) == 0
-    after = seen[[name for name, _ in seen].index("check") :]
+    after = seen[[name for name, _ in seen].index("prove") :]
     # The lock ends when all processes of the group have said that they are ready.
-    locked = {"check": True, "get_ready": True, "of_all": True, "wait": False}
+    locked = {"prove": True, "get_ready": True, "of_all": True, "wait": False}
     assert after[:4] == [*locked.items()]
 
 

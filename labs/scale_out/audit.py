@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from labs.scale_out import proof
 from labs.scale_out.request import Job
 from labs.scale_out.strategies import Strategy
-from workshop import results, versions
+from workshop import versions
 from workshop.gate import audit, canonical, gate_size
 from workshop.gate.audit import Course, Reference
 from workshop.gate.parity import Setting
@@ -83,18 +83,14 @@ def setting_of(job: Job) -> Setting:
     )
 
 
-def show(setting: Setting, trained: Trained, gate: results.Parity, *, seed: int) -> Shown:
-    """Shows a training, whose memory has been released, in little.
-
-    Args:
-        gate: its verdict, which the group has found itself before the clock.
-        seed: of the sketches and the fingerprint.
-    """
+def show(setting: Setting, trained: Trained, *, seed: int) -> Shown:
+    """Shows a training, whose memory has been released, in little; `seed` is of the sketches and
+    the fingerprint."""
     model = _v1(setting)
     canonical.load_canonical(model, trained.weights)
     course = _course(model, trained.gradients, setting, torch.zeros(0), seed)
     tensors, values = wire.of_course(course)
-    return tensors, values | {"unequal": trained.unequal, "gate": dataclasses.asdict(gate)}
+    return tensors, values | {"unequal": trained.unequal}
 
 
 @dataclass
@@ -126,15 +122,19 @@ class Round:
 
 
 class Check(turn.Check):
-    """Compares a group's training with V1's, in this process alone."""
+    """Compares what a group does with what V1 does in this process alone."""
 
-    def __init__(self, round_: Round, warmup: int | None = None) -> None:
+    def __init__(self, round_: Round, gate: proof.Gate | None, warmup: int | None = None) -> None:
         """
         Args:
             warmup: the first steps, whose batches the group knows; all are known without it.
         """
-        self._round, self._warmup = round_, warmup
+        self._round, self._gate, self._warmup = round_, gate, warmup
         self._losses = torch.zeros(0)
+
+    def prove(self, ask: Callable[..., Message], run: LabRun) -> None:
+        if self._gate:
+            run.gate = self._gate.judge(ask).record()
 
     def draw(self) -> Shown:
         if self._warmup is None:
@@ -155,8 +155,6 @@ class Check(turn.Check):
         run.audit.seconds = time.perf_counter() - start
         if unequal := list(map(str, shown.values["unequal"])):
             run.audit.status, run.audit.failures = "fail", unequal + run.audit.failures
-        # The gate runs before the clock, in all processes together: the audit is the judge's word.
-        run.gate = results.convert(results.Parity, shown.values["gate"], "the group's gate")
 
 
 def train_reference(

@@ -57,8 +57,10 @@ def _prove_and_train(job: Job) -> int:
     if arguments.trace:
         results.prepare_file(arguments.trace, "--trace")
     record = _new_record(job, data_record)
-    whole = audit.Round(audit.setting_of(job), batches[: asked.schedule.steps], rate)
-    job.turn.check = audit.Check(whole)
+    setting = audit.setting_of(job)
+    gate = proof.Gate(setting, job.group.size * job.accumulate, asked.compile_mode != "none")
+    whole = audit.Round(setting, batches[: asked.schedule.steps], rate)
+    job.turn.check = audit.Check(whole, gate)
     request.print_configuration(asked, data_record)
     request.print_lines([("processes", _processes(job))])
     if start and start.steps >= job.asked.schedule.steps:
@@ -89,7 +91,7 @@ def _prove_and_train(job: Job) -> int:
     record.audit.why = why_not
     if trained:
         print("audit: comparing the steps with V1's in one process ...", flush=True)
-        show = functools.partial(audit.show, audit.setting_of(job), trained, record.gate)
+        show = functools.partial(audit.show, setting, trained)
         if job.group.is_first:
             with groups.threads_of_all(job.group):
                 job.turn.answer(show, record)
@@ -104,7 +106,7 @@ def _why_not_audited(
 ) -> str:
     """Why a training can't be compared with V1's; "" if it can."""
     steps, reason = job.asked.schedule.steps, ""
-    if record.gate.status != "pass":
+    if job.arguments.no_gate:
         reason = "--no-gate"
     elif steps > audit.MOST_STEPS:
         reason = (
@@ -153,13 +155,14 @@ def alone(job: Job) -> Iterator[None]:
 def _prove(job: Job, record: LabRun) -> bool:
     print("gate: comparing with V1 in one process ...", flush=True)
     begin = time.perf_counter()
-    report = proof.check(job)
+    passed = proof.prove(job, lambda show: job.turn.prove(show, record))
     record.setup_s["gate"] = time.perf_counter() - begin
-    record.gate = report.record()
-    print("\n  ".join([f"gate: {report.summary()}", *report.failures]))
-    if not report.passed:
+    if not job.arguments.candidate:
+        record.gate = groups.of_first(record.gate)
+        print("\n  ".join([f"gate: {VERDICTS[record.gate.status]}", *record.gate.failures]))
+    if not passed:
         record.status = "gate failed"
-    return report.passed
+    return passed
 
 
 def _settings(job: Job, data_record: dict[str, str | int]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 import torch
 
-from labs.scale_out import audit, collectives, loop, prediction, request, scaling, strategies
+from labs.scale_out import audit, collectives, loop, prediction, proof, request, scaling, strategies
 from workshop import errors, labs, records, results, versions
 from workshop.arguments import count, parse
 from workshop.compare import lab_table, tables
@@ -398,7 +398,9 @@ def _check(study: Study, case: Case, repeat: int) -> audit.Check:
         known, timed = draw(seed=setting.seed), draw(seed=secrets.randbits(62))
         batches = torch.cat((known[: steps.warmup], timed[: steps.timed]))
         rounds[repeat] = audit.Round(setting, batches, asked.learning_rate, rounds.get(0))
-    return audit.Check(rounds[repeat], steps.warmup)
+    compile_mode, _ = _execution(study, case)
+    gate = proof.Gate(setting, case.size * asked.accumulate, compile_mode != "none")
+    return audit.Check(rounds[repeat], None if asked.no_gate else gate, steps.warmup)
 
 
 def launcher(size: int) -> list[str]:

@@ -2,14 +2,19 @@
 
 It is the workshop's gate (workshop/gate/parity.py), applied to all processes together: each runs
 its part of every batch, the loss is the mean over all, logits and gradients are gathered under V1's
-names. V1 runs whole batches in the first process, and its own distance from the truth at the
-precision in use sets the tolerance. Copies of one tensor in several processes must be equal, bit by
-bit. The training itself, at its own batch, is compared by audit.py.
+names. The judge asks for them in little, and compares them with V1's on whole batches, whose own
+distance from the truth at the precision in use sets the tolerance. Copies of one tensor in several
+processes must be equal, bit by bit. The training itself, at its own batch, is compared by audit.py.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,78 +26,107 @@ from labs.scale_out.request import Job
 from labs.scale_out.strategies import Strategy
 from workshop.gate import canonical, gate_size, parity
 from workshop.gate.parity import CURVE_STEPS, Outcome, ParityReport, Setting
-from workshop.request import Request
+from workshop.judge import wire
+from workshop.judge.pipe import Message
+from workshop.judge.turn import Shown
 from workshop.run import trainer
 from workshop.run.precision import get_precision, kept_matmul_mode
 
-
-def check(job: Job) -> ParityReport:
-    """Runs the gate on a job's strategy; returns the same report on all processes.
-
-    All of them have to call it.
-    """
-    asked, group, parts = job.asked, job.group, job.group.size * job.accumulate
-    setting = _setting(asked, group, parts)
-    report = parity.new_report(setting)
-    if asked.precision.name != "fp32":
-        # Faults smaller than a lower precision's roundings show in fp32.
-        small = _compared(job, *_small(asked, setting, parts))
-        report.measures |= {f"{what} in fp32": m for what, m in small.measures.items()}
-        report.failures += [f"{failure} (in fp32, on a small model)" for failure in small.failures]
-        report.tensors_total = small.tensors_total
-        report.tensors_with_grad = small.tensors_with_grad
-    if report.passed:
-        found = _compared(job, asked, setting)
-        found.measures |= report.measures
-        report = found
-    return report
+_ONE_AT_A_TIME = threading.Lock()
+"""A process has one mode of matrix products, and the device the memory of one gate."""
 
 
-def _setting(asked: Request, group: Group, parts: int) -> Setting:
-    """One sequence for each part, since the audit compares the run's own batch; the whole batch of
-    a compiled model, which would be compiled twice. Fewer tokens where V1 would not fit."""
-    eager = asked.compile_mode == "none"
-    setting = Setting(
-        config=asked.config,
-        precision=asked.precision,
-        device=asked.device,
-        seed=asked.arguments.seed,
-        batch_size=parts if eager else asked.batch_size,
-        seq_len=asked.seq_len,
-    )
-    batch_size, seq_len = groups.of_first(gate_size.of_setting(setting))
-    whole = max(1, batch_size // parts) * parts  # that the processes can share
-    if whole > batch_size:  # no more tokens than fit
-        seq_len = min(seq_len, max(gate_size.LEAST[1], batch_size * seq_len // whole))
-    return dataclasses.replace(setting, batch_size=whole, seq_len=seq_len)
+@dataclass(frozen=True)
+class Gate:
+    """What a group is asked before the clock, and V1's answers."""
+
+    setting: Setting
+    """The run's own."""
+    parts: int
+    """That share a batch: one sequence for each is compared, since the audit compares the run's own
+    batch."""
+    whole_batch: bool
+    """Of a compiled model, which would be compiled twice."""
+    seed: int = field(default_factory=lambda: secrets.randbits(62))
+    """Of the sketches."""
+
+    def settings(self) -> dict[str, Setting]:
+        """What is run: faults smaller than a lower precision's roundings show in fp32, on a small
+        model. Fewer tokens where V1 would not fit."""
+        asked, parts = self.setting, self.parts
+        batch_size = asked.batch_size if self.whole_batch else parts
+        setting = dataclasses.replace(asked, batch_size=batch_size)
+        batch_size, seq_len = gate_size.of_setting(setting)
+        whole = max(1, batch_size // parts) * parts  # that the processes can share
+        if whole > batch_size:  # no more tokens than fit
+            seq_len = min(seq_len, max(gate_size.LEAST[1], batch_size * seq_len // whole))
+        as_asked = dataclasses.replace(setting, batch_size=whole, seq_len=seq_len)
+        if asked.precision.name == "fp32":
+            return {"": as_asked}
+        small = dataclasses.replace(
+            asked,
+            config=parity.small_config(asked.config),
+            precision=get_precision("fp32", asked.device),
+            batch_size=parts,
+            seq_len=min(asked.seq_len, 65),
+        )
+        return {"fp32, on a small model": small, "": as_asked}
+
+    def judge(self, ask: Callable[..., Message]) -> ParityReport:
+        """Asks for each part; ends with the first that fails."""
+        settings = self.settings()
+        report = parity.new_report(settings[""])
+        keep = functools.partial(wire.sketched, seed=self.seed)
+        for where, setting in settings.items():
+            shape = {"batch_size": setting.batch_size, "seq_len": setting.seq_len}
+            shown = ask(small=bool(where), seed=self.seed, **shape)
+            report.failures += list(map(str, shown.values["unequal"]))
+            with _ONE_AT_A_TIME:
+                truth, own = parity.references(setting, keep)
+            parity.add(report, parity.Part(setting, where), wire.to_outcome(shown), truth, own)
+            if not report.passed:
+                break
+        return report
 
 
-def _small(asked: Request, setting: Setting, parts: int) -> tuple[Request, Setting]:
-    config, precision = parity.small_config(asked.config), get_precision("fp32", asked.device)
-    setting = dataclasses.replace(
-        setting,
-        config=config,
-        precision=precision,
-        batch_size=parts,
-        seq_len=min(setting.seq_len, 65),
-    )
-    return dataclasses.replace(asked, config=config, precision=precision), setting
-
-
-def _compared(job: Job, asked: Request, setting: Setting) -> ParityReport:
-    at_gate = dataclasses.replace(asked, batch_size=setting.batch_size, seq_len=setting.seq_len)
-    report = parity.new_report(setting)
+def answer(job: Job, *, small: bool, seed: int, batch_size: int, seq_len: int) -> Shown:
+    """Runs what the gate asks for; all processes have to call it. The first one's answer counts."""
+    asked = dataclasses.replace(job.asked, batch_size=batch_size, seq_len=seq_len)
+    if small:
+        config, precision = parity.small_config(asked.config), get_precision("fp32", asked.device)
+        asked = dataclasses.replace(asked, config=config, precision=precision)
+    shape = {"batch_size": batch_size, "seq_len": seq_len}
+    setting = Setting(asked.config, asked.precision, asked.device, asked.arguments.seed, **shape)
+    unequal: list[str] = []
     with kept_matmul_mode():
-        candidate = _run(job.make_strategy(at_gate), setting, job.group, report)
+        found = _run(job.make_strategy(asked), setting, job.group, unequal)
+    tensors, values = wire.of_outcome(wire.sketched(found, seed))
+    return tensors, values | {"unequal": unequal}
+
+
+def prove(job: Job, gate: Callable[[Callable[..., Shown]], bool]) -> bool:
+    """Whether the gate passes. All processes have to call it.
+
+    Args:
+        gate: in the first process, asks questions by the function that it is given, which answers
+            them with all processes.
+    """
+
+    def asked(**question: Any) -> Shown:
+        groups.of_first(question)
+        return answer(job, **question)
+
     if job.group.is_first:
-        with groups.threads_of_all(job.group):
-            truth, baseline = parity.references(setting)
-        parity.compare(report, setting, parity.Runs(truth, baseline, candidate))
-    return groups.of_first(report)
+        return bool(groups.of_first(gate(asked)))
+    while True:
+        told: Any = groups.of_first(None)
+        if not isinstance(told, dict):
+            return bool(told)
+        answer(job, **told)
 
 
-def _run(strategy: Strategy, setting: Setting, group: Group, report: ParityReport) -> Outcome:
-    """Runs what the gate runs, in all processes together; adds copies that differ to the report."""
+def _run(strategy: Strategy, setting: Setting, group: Group, unequal: list[str]) -> Outcome:
+    """Runs what the gate runs, in all processes together; adds sentences on copies that differ."""
     batches = group.part(setting.batches(1 + CURVE_STEPS), dim=2)
     setting.precision.set_matmul_mode()
     tokens, targets = batches[0]
@@ -103,7 +137,7 @@ def _run(strategy: Strategy, setting: Setting, group: Group, report: ParityRepor
     strategy.clear_gradients()
     loss = groups.mean(strategy.passes(tokens, targets))
     gradients = strategy.gradients()
-    report.failures += unequal_copies("gradient", gradients)
+    unequal += unequal_copies("gradient", gradients)
 
     initial = canonical.canonical_state(setting.config, setting.seed)
     optimizer = strategy.prepare(initial, setting.learning_rate)
@@ -116,7 +150,7 @@ def _run(strategy: Strategy, setting: Setting, group: Group, report: ParityRepor
     except trainer.NoGradient:
         curve = torch.full((CURVE_STEPS,), math.nan)
     after = strategy.weights()
-    report.failures += unequal_copies("weight", after)
+    unequal += unequal_copies("weight", after)
     moved = {name: parity.relative_rms(after[name], before[name]) for name in before}
     updates = {name: after[name] - before[name] for name in before}
     return Outcome(logits, loss, gradients, groups.mean(curve), moved, updates)

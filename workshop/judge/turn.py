@@ -23,6 +23,9 @@ Shown = tuple[Mapping[str, Tensor], Mapping[str, Any]]
 class Check(Protocol):
     """Compares the work of one process with a reference."""
 
+    def prove(self, ask: Callable[..., Message], run: LabRun) -> None:
+        """Fills in the run's gate, for a lab that has one before the clock: as `judge`."""
+
     def draw(self) -> Shown:
         """Draws what the process is given when the clock starts, each time it does: inputs that it
         can't have seen before, or their seed."""
@@ -85,24 +88,33 @@ class Turn:
         elif self.check:
             self.check.take(proof or {})
 
-    def answer(self, show: Callable[..., Shown], run: LabRun) -> None:
-        """Answers what the judge asks about the work; alone, fills in the run's verdict.
+    def prove(self, show: Callable[..., Shown], run: LabRun) -> bool:
+        """Answers what the judge asks before the clock; whether the run may go on. Alone, fills in
+        the run's gate.
 
         Args:
             show: takes the values of a question by name.
         """
         if self._pipe:
-            self._pipe.send("finished")
-            while (asked := self._pipe.receive()).kind == "show":
-                tensors, values = show(**asked.values)
-                self._pipe.send("shown", tensors, **values)
+            return bool(self._answer(self._pipe, show).values["passed"])
+        if self.check:
+            self.check.prove(asking(show), run)
+        return run.gate.status == "pass"
+
+    def answer(self, show: Callable[..., Shown], run: LabRun) -> None:
+        """Answers what the judge asks about the work; alone, fills in the run's verdict."""
+        if self._pipe:
+            self._answer(self._pipe, show)
         elif self.check:
+            self.check.judge(asking(show), run)
 
-            def ask(**question: Any) -> Message:
-                tensors, values = show(**question)
-                return Message("shown", dict(values), dict(tensors))
-
-            self.check.judge(ask, run)
+    @staticmethod
+    def _answer(pipe: Pipe, show: Callable[..., Shown]) -> Message:
+        pipe.send("finished")
+        while (asked := pipe.receive()).kind == "show":
+            tensors, values = show(**asked.values)
+            pipe.send("shown", tensors, **values)
+        return asked
 
     def tell(self, record: LabRun) -> None:
         """Sends what this process measured for a record."""
@@ -111,6 +123,16 @@ class Turn:
         if self._pipe:
             values = dataclasses.asdict(record)
             self._pipe.send("measured", **{name: values[name] for name in TOLD})
+
+
+def asking(show: Callable[..., Shown]) -> Callable[..., Message]:
+    """Asks within this process."""
+
+    def ask(**question: Any) -> Message:
+        tensors, values = show(**question)
+        return Message("shown", dict(values), dict(tensors))
+
+    return ask
 
 
 class Clock:
