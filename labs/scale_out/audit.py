@@ -99,12 +99,12 @@ class Round:
 
     setting: Setting
     batches: Tensor
-    """Of all processes and all steps, (n, 2, B, T)."""
+    """Those of all processes and all steps, (n, 2, B, T)."""
     learning_rate: float
     first: "Round | None" = None
     """One of the same setting, with other batches, which has shown what V1's precision costs."""
     seed: int = field(default_factory=lambda: secrets.randbits(62))
-    """Of the sketches and the fingerprint: a group gets it when it has trained."""
+    """The seed of sketches and fingerprint, which a group gets when it has trained."""
 
     @functools.cached_property
     def reference(self) -> Reference | None:

@@ -85,7 +85,7 @@ class Study:
     asked: argparse.Namespace
     """`flags`, parsed."""
     source: Source
-    """Of the trainings' batches."""
+    """The text that batches are cut from."""
     rounds: dict[str, dict[int, audit.Round]] = field(default_factory=dict)
     """By setting and steps, then by repeat."""
 

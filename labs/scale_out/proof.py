@@ -24,6 +24,7 @@ from labs.scale_out import group as groups
 from labs.scale_out.group import Group
 from labs.scale_out.request import Job
 from labs.scale_out.strategies import Strategy
+from workshop.errors import OutOfMemory
 from workshop.gate import canonical, gate_size, parity
 from workshop.gate.parity import CURVE_STEPS, Outcome, ParityReport, Setting
 from workshop.judge import wire
@@ -38,21 +39,22 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @dataclass(frozen=True)
 class Gate:
-    """What a group is asked before the clock, and V1's answers."""
+    """The questions to a group before the clock, and V1's answers."""
 
     setting: Setting
     """The run's own."""
     parts: int
-    """That share a batch: one sequence for each is compared, since the audit compares the run's own
+    """How many parts a batch has: each is one sequence here, since the audit compares the run's own
     batch."""
     whole_batch: bool
-    """Of a compiled model, which would be compiled twice."""
+    """Whether the batch is the run's own: a compiled model would be compiled for another, too."""
     seed: int = field(default_factory=lambda: secrets.randbits(62))
-    """Of the sketches."""
+    """The sketches' seed."""
 
     def settings(self) -> dict[str, Setting]:
-        """What is run: faults smaller than a lower precision's roundings show in fp32, on a small
-        model. Fewer tokens where V1 would not fit."""
+        """The gate's settings. Faults smaller than a lower precision's roundings show in fp32, on a
+        small model. Where V1 would not fit, there are fewer tokens.
+        """
         asked, parts = self.setting, self.parts
         batch_size = asked.batch_size if self.whole_batch else parts
         setting = dataclasses.replace(asked, batch_size=batch_size)
@@ -73,7 +75,7 @@ class Gate:
         return {"fp32, on a small model": small, "": as_asked}
 
     def judge(self, ask: Callable[..., Message]) -> ParityReport:
-        """Asks for each part; ends with the first that fails."""
+        """Asks for each part; ends with the first that fails. Raises OutOfMemory: V1 has none."""
         settings = self.settings()
         report = parity.new_report(settings[""])
         keep = functools.partial(wire.sketched, seed=self.seed)
@@ -81,12 +83,16 @@ class Gate:
             shape = {"batch_size": setting.batch_size, "seq_len": setting.seq_len}
             shown = ask(small=bool(where), seed=self.seed, **shape)
             report.failures += list(map(str, shown.values["unequal"]))
-            with _ONE_AT_A_TIME:
+            with _ONE_AT_A_TIME, trainer.memory_failure_as(_no_memory):
                 truth, own = parity.references(setting, keep)
             parity.add(report, parity.Part(setting, where), wire.to_outcome(shown), truth, own)
             if not report.passed:
                 break
         return report
+
+
+def _no_memory(asked: str) -> OutOfMemory:
+    return OutOfMemory(f"out of memory: the gate trains V1, too: {asked}; take fewer --num-layers")
 
 
 def answer(job: Job, *, small: bool, seed: int, batch_size: int, seq_len: int) -> Shown:

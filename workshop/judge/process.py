@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from workshop import errors, results
+from workshop.errors import WorkshopError
 from workshop.judge.pipe import Closed, Message, Nonsense, Pipe
 from workshop.run import processes, waiting
 
@@ -125,7 +126,7 @@ class Process:
         self._watch.close()
         self._pipe.close()
 
-    def failure(self, closed: Closed) -> tuple[results.Status, str]:
+    def failure(self, closed: WorkshopError) -> tuple[results.Status, str]:
         """The status of a process without its last answer, "skipped" or "failed", and why."""
         status = self.end()
         if isinstance(closed, Nonsense) or not status:

@@ -58,7 +58,8 @@ class Candidate:
 
     def __init__(self, plan: Plan, beside: int, environment: Mapping[str, str]) -> None:
         self.plan, self._beside = plan, beside
-        self._late = False
+        self._problem = ""
+        """Why the judge has ended the process."""
         self._process = Process([*plan.command, "--candidate"], environment)
 
     def stop(self) -> None:
@@ -66,18 +67,23 @@ class Candidate:
 
     def prepare(self) -> None:
         """Waits until the process is ready or has ended; ends one that takes too long."""
-        timer = threading.Timer(READY_WITHIN_S, self._end_late)
+        late = f"not ready to be timed after {READY_WITHIN_S:,} s, and ended"
+        timer = threading.Timer(READY_WITHIN_S, self._end, [late])
         timer.start()
         self._judged = copy.deepcopy(self.plan.planned[0])
-        with contextlib.suppress(Closed):
+        try:
             while self._process.answer("ready", "finished").kind == "finished":
                 if self.plan.check:
                     self.plan.check.prove(self._ask, self._judged)
                 self._process.ask("enough", passed=self._judged.gate.status == "pass")
+        except Closed:
+            pass  # `measure` says why
+        except WorkshopError as error:
+            self._end(str(error))
         timer.cancel()
 
-    def _end_late(self) -> None:
-        self._late = True
+    def _end(self, problem: str) -> None:
+        self._problem = problem
         self._process.stop()
 
     def measure(self) -> Iterator[LabRun]:
@@ -90,11 +96,11 @@ class Candidate:
                 run.created = results.now()  # rows are in this order
                 yield self._saved(self._measured(run))
             self._process.end()
-        except Closed as closed:
-            run.status, reason = self._process.failure(closed)
-            run.error = reason[:300]
-            if self._late:
-                run.error = f"not ready to be timed after {READY_WITHIN_S:,} s, and ended"
+        except WorkshopError as error:
+            if not isinstance(error, Closed):
+                self._end(str(error))
+            run.status, reason = self._process.failure(error)
+            run.error = self._problem or reason[:300]
             yield self._saved(run)
 
     def _ask(self, **question: Any) -> Message:
@@ -134,7 +140,7 @@ class Candidate:
 
 
 def _take_verdict(run: LabRun, judged: LabRun) -> None:
-    """What the process told of its gate and audit does not count."""
+    """Puts the judge's verdict in the place of the process's own."""
     run.gate, run.audit = judged.gate, judged.audit
     run.metrics |= judged.metrics
     if run.refused:
