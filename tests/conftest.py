@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -95,8 +96,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def same_products_for_every_test() -> Iterator[None]:
-    """tf32 is a switch of the process, which a test that turns it on would leave to the next."""
+def same_start_for_every_test() -> Iterator[None]:
+    """tf32 and the state of random numbers are the process's: a test would leave them to the next,
+    which is another one in each parallel run."""
+    random.seed(0)
+    torch.manual_seed(0)
     with kept_matmul_mode():
         yield
 
