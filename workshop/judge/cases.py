@@ -88,8 +88,7 @@ class Case:
             yield process
         except Closed as closed:
             self._process = None
-            status = process.end()
-            reason = process.reason(status) if status else closed
+            _, reason = process.failure(closed)
             raise WorkshopError(f"V1, with which it is compared: {reason}") from None
 
     def _begin(self, process: Process) -> None:

@@ -29,6 +29,10 @@ class Closed(WorkshopError):
     """The other side has ended, or does not keep to the protocol."""
 
 
+class Ended(Closed):
+    """The other side has ended."""
+
+
 @dataclass(frozen=True)
 class Message:
     """A question or an answer: its kind, plain values, and tensors on the CPU."""
@@ -65,13 +69,13 @@ class Pipe:
                 self._write.write(tensor.flatten().numpy().tobytes())
             self._write.flush()
         except (BrokenPipeError, ValueError) as error:
-            raise Closed(f"the process no longer listens ({error})") from None
+            raise Ended(f"the process no longer listens ({error})") from None
 
     def receive(self) -> Message:
         """Waits for the next message. Raises Closed: there is none, or it is no message."""
         line = self._read.readline(MOST_BYTES)
         if not line.endswith(b"\n"):
-            raise Closed("the process ended without an answer")
+            raise Ended("the process ended without an answer")
         try:
             head = json.loads(line)
             tensors = {
@@ -79,7 +83,14 @@ class Pipe:
                 for name, (dtype, shape) in head["tensors"].items()
             }
             return Message(str(head["kind"]), dict(head["values"]), tensors)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise Closed(f"the process wrote no message ({error!s:.60})") from None
 
     def _tensor(self, dtype: torch.dtype, shape: list[int]) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from workshop import errors
-from workshop.judge.pipe import Closed, Message, Pipe
+from workshop.judge.pipe import Closed, Ended, Message, Pipe
 from workshop.run import processes, waiting
 
 SECONDS_TO_STOP = 120
@@ -71,7 +71,7 @@ class Process:
     @staticmethod
     def _read(stream: Any, hear: Hear) -> None:
         for line in filter(None, map(str.rstrip, stream)):
-            hear(line)
+            hear(printable(line))
 
     def ask(self, kind: str, tensors: Mapping[str, Tensor] | None = None, /, **values: Any) -> None:
         """Raises Closed: the process has ended."""
@@ -106,17 +106,28 @@ class Process:
         # A process can also keep itself waiting, with more threads than there are processors.
         return message, seconds, min(sum(filter(None, waited)), max(busy - busy_before, 0.0))
 
+    def pause(self) -> None:
+        """Stops the process until `resume`, with what it has started."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets it go on after `pause`."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)
+
     def end(self) -> int:
         """Tells the process that there are no more questions, and waits; its exit status. One that
-        goes on all the same is ended."""
+        goes on all the same is ended, and what it leaves behind."""
         with contextlib.suppress(Closed):
             self.ask("end")
         self._pipe.close()
-        try:
-            status = self._process.wait(timeout=SECONDS_TO_STOP)
-        except subprocess.TimeoutExpired:
-            processes.kill_group(self._process)
-            status = self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=SECONDS_TO_STOP)
+        processes.kill_group(self._process)
+        status = self._process.wait()
         self._watch.close()
         for reader in self._readers:
             reader.join(timeout=SECONDS_TO_STOP)
@@ -125,13 +136,19 @@ class Process:
     def stop(self) -> None:
         """Ends the process now, and what it has started, if it has not ended."""
         if self._process.poll() is None:
+            self.resume()
             processes.stop(self._process, SECONDS_TO_STOP)
             processes.kill_group(self._process)  # which may hold the pipe open
         self._watch.close()
         self._pipe.close()
 
-    def reason(self, status: int) -> str:
-        """Why it failed, in words: what it said, or what ended it."""
+    def failure(self, closed: Closed) -> tuple[int, str]:
+        """Ends a process that gave no answer; its exit status, and the reason in words: what it
+        said, what ended it, or what was wrong with its answer."""
+        status = self.end()
+        return status, self._reason(status) if status and isinstance(closed, Ended) else str(closed)
+
+    def _reason(self, status: int) -> str:
         if status == -signal.SIGKILL:
             return "killed from outside (SIGKILL): most likely the machine ran out of memory"
         if status < 0:
@@ -139,6 +156,11 @@ class Process:
         last = self.stderr[-1] if self.stderr else "no message"
         own = (errors.ANSWER_IS_NO, errors.WRONG_USAGE, errors.NOT_ON_THIS_MACHINE)
         return re.sub("^error: ", "", last) if status in own else f"exit {status}: {last}"
+
+
+def printable(text: str) -> str:
+    """The text without what moves a terminal's cursor or colours it."""
+    return "".join(one if one.isprintable() else " " for one in text)
 
 
 @contextlib.contextmanager
