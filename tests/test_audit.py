@@ -311,15 +311,14 @@ def test_a_run_of_v1_that_lost_a_step_is_red_itself(v1_runs: Runs) -> None:
     assert audit.judge(rate, against, of).status == "fail"
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["first repeat", "later repeat"])
 @pytest.mark.parametrize(
     "fault",
     [from_step(STEPS, lambda plain: None), products_in_tf32],
     ids=["before the last step", "trained with products in tf32"],
 )
-def test_weights_that_were_not_ready_are_red(fault: Fault, exact: bool, v1_runs: Runs) -> None:
-    """The fingerprint that stopped the clock was of others."""
-    of, against = setting("fp32"), reference(v1_runs, "fp32", exact=exact)
+def test_weights_that_were_not_ready_are_red(fault: Fault, v1_runs: Runs) -> None:
+    """The fingerprint that stopped the clock was of others: in a later repeat, which allows more."""
+    of, against = setting("fp32"), reference(v1_runs, "fp32", exact=False)
     true, early = course("v2", of), course("v2", of, fault)
     late = dataclasses.replace(true, fingerprint=early.fingerprint)
     (sentence,) = audit.judge(late, against, of).failures

@@ -97,7 +97,7 @@ class Later(torch.Tensor):
 
 
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
-    if phase is not nullcontext:
+    if phase is not nullcontext or torch.autograd._profiler_enabled():  # time or memory is measured
         flush()
         return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
     _pending.append((model, optimizer, scaler, tokens.clone(), targets.clone(), dtype, phase))
@@ -161,7 +161,8 @@ def rewrite():
 class Trick:
     """A deception and what must come of it.
 
-    `outcome`: "red": FAIL, and exit status 1. "no gain": the row is V2's own, since the trick finds
+    `outcome`: "red": gate or audit fail, and the exit status is 1. "no answer": the same, as the
+    process gives none that can be understood. "no gain": the row is V2's own, since the trick finds
     nothing that it could use (else it leaves a file whose name ends in `.acted`), or only changes
     what nothing is derived from. "flagged": the row says that a figure is impossible.
     """
@@ -295,6 +296,7 @@ def record(model, *rest, real=audit.record):
 
 audit.record = record
 ''',
+        quick=True,
     ),
     Trick(
         "other-stream",
@@ -629,6 +631,7 @@ if __name__ == "__main__":
 
     os._exit(0)
 """,
+        outcome="no answer",
     ),
     Trick(
         "answers-early",
@@ -665,6 +668,7 @@ def send(self, *message, **values):
 
 Pipe.send = send
 """,
+        outcome="no answer",
     ),
     Trick(
         "forged-record",
@@ -686,8 +690,9 @@ results.describe_software = lambda: {"torch": "feedc0de"}
 from workshop.run import memory
 
 
-def _small(peak_bytes, *rest, real=memory.break_down):
-    return real(peak_bytes // 10, *rest)
+def _small(*arguments, real=memory.break_down):
+    parts = real(*arguments)
+    return {name: part if name == "source" else part / 10 for name, part in parts.items()}
 
 
 memory.break_down = _small
@@ -776,7 +781,6 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     return _honest(model, optimizer, scaler, tokens, targets, torch.bfloat16, phase)
 """,
-        quick=True,
     ),
     Trick(
         "fp16-steps",

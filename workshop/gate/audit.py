@@ -69,7 +69,7 @@ PROBES = 4
 """Numbers of each weight's fingerprint."""
 
 FINGERPRINT_SCATTER = 1.5
-"""Of V1's own error, beside MULTIPLE, what the fingerprint may be off: a few hundred numbers
+"""A factor of what the fingerprint may be off, beside MULTIPLE: a few hundred numbers
 estimate a distance with 5% to 10% of scatter."""
 
 FINGERPRINT_FLOOR = (5e-5, 1.0)
