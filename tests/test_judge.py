@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import sys
 import types
 from collections.abc import Iterator
@@ -215,14 +216,15 @@ def test_who_is_not_timed_is_stopped(tmp_path: Path) -> None:
 
 
 def test_a_paused_process_does_nothing() -> None:
-    process = Process([sys.executable, "-c", "input()"], os.environ)
+    process = Process([sys.executable, "-c", "import time; time.sleep(120)"], os.environ)
     pid = process._process.pid
     process.pause()
     assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
     process.resume()
     assert os.WIFCONTINUED(os.waitpid(pid, os.WCONTINUED)[1])
     process.pause()
-    process.stop()  # at once, as it is let go on
+    process.stop()
+    assert process._process.returncode == -signal.SIGTERM  # it was let go on, and not killed
 
 
 def test_the_record_is_what_was_asked_for(tmp_path: Path) -> None:
