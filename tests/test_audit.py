@@ -317,7 +317,7 @@ def test_a_run_of_v1_that_lost_a_step_is_red_itself(v1_runs: Runs) -> None:
     ids=["before the last step", "trained with products in tf32"],
 )
 def test_weights_that_were_not_ready_are_red(fault: Fault, v1_runs: Runs) -> None:
-    """The fingerprint that stopped the clock was of others: in a later repeat, which allows more."""
+    """The fingerprint was of other weights. In a later repeat, which allows more than the first."""
     of, against = setting("fp32"), reference(v1_runs, "fp32", exact=False)
     true, early = course("v2", of), course("v2", of, fault)
     late = dataclasses.replace(true, fingerprint=early.fingerprint)
