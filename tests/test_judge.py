@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import sys
 import types
 from collections.abc import Iterator
@@ -62,6 +63,7 @@ HEAD = b'{"kind": "x", "values": {}, "tensors": {"a": %s}}\n'
         HEAD % b'["float64", [2]]' + b"12345678",  # cut off
         HEAD % b'["float64", [-2]]',
         HEAD % b'["float64", [9999999999]]',
+        HEAD % b'["float64", [Infinity]]',
         HEAD % b'["object", [1]]' + b"12345678",
         HEAD % b'["float64", "x"]',
     ],
@@ -95,6 +97,8 @@ READY = b'{"kind": "ready", "values": {}, "tensors": {}}\n'
         (b"", "os.abort()", "crashed with SIGABRT"),
         (READY.replace(b"ready", b"pass"), "", "answered 'pass', not ready"),
         (b"pass\n", "", "wrote no message"),
+        (b"pass\n", "sys.exit('what we did not understand')", "wrote no message"),
+        (b"", "sys.exit('error: \\x1b[2Jcleared')", " [2Jcleared"),
     ],
 )
 def test_a_process_answers_or_says_why_not(
@@ -110,7 +114,7 @@ def test_a_process_answers_or_says_why_not(
     except Closed as closed:
         _, found = process.failure(closed)
     process.stop()
-    assert reason in found
+    assert reason in found and found.isprintable()
     assert heard == ["gate: é"]
 
 
@@ -174,6 +178,57 @@ def test_a_rate_that_no_machine_reaches_is_red(tmp_path: Path) -> None:
     assert judge.Candidate._impossible(candidate) == []  # type: ignore[arg-type]
 
 
+def test_nonsense_is_told_and_not_recorded(tmp_path: Path) -> None:
+    result = record(Plan("v2", "tiny", "fp32"), arguments(tmp_path), "s")  # type: ignore[arg-type]
+    case = types.SimpleNamespace(sizes={}, peak=(1.0, "measured"))
+    course = types.SimpleNamespace(losses=torch.ones(5), gradients={})
+    candidate = types.SimpleNamespace(result=result, case=case, course=course)
+    memory = {"peak": 5.0, "rest": 1.0, "source": "allocator"}
+    told = {"step_ms": [1.0] * 4, **PHASES, "setup_s": {}, "memory_mb": memory}
+    for wrong in ({"rest": -1.0}, {"peak": 10**400}, {"source": None, "peak": "x"}):
+        with pytest.raises(Closed):
+            nonsense = {**told, "memory_mb": memory | wrong}
+            judge.Candidate._take(candidate, nonsense)  # type: ignore[arg-type]
+        assert candidate.result is result and not result.step_ms
+    judge.Candidate._take(candidate, told)  # type: ignore[arg-type]
+    assert candidate.result.memory_mb == memory
+
+
+def test_who_is_not_timed_is_stopped(tmp_path: Path) -> None:
+    """Else it can slow those that are timed before it."""
+    done: list[str] = []
+    process = types.SimpleNamespace(
+        ask=lambda kind, **_: done.append(kind),
+        pause=lambda: done.append("pause"),
+        resume=lambda: done.append("resume"),
+        end=lambda: done.append("end"),
+    )
+    result = record(Plan("v2", "tiny", "fp32"), arguments(tmp_path), "s")  # type: ignore[arg-type]
+    result.status = "gate failed"
+    setting = types.SimpleNamespace(
+        config=Plan("v2", "tiny", "fp32").model_config()[0], batch_size=1, seq_len=2
+    )
+    candidate = types.SimpleNamespace(
+        _process=process, case=types.SimpleNamespace(setting=setting), result=result
+    )
+    candidate.plan = Plan("v2", "tiny", "fp32", repeat=1)
+    judge.Candidate.prepare(candidate)  # type: ignore[arg-type]
+    judge.Candidate.measure(candidate)  # type: ignore[arg-type]
+    assert done == ["build", "pause", "resume", "end"]
+
+
+def test_a_paused_process_does_nothing() -> None:
+    process = Process([sys.executable, "-c", "import time; time.sleep(120)"], os.environ)
+    pid = process._process.pid
+    process.pause()
+    assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+    process.resume()
+    assert os.WIFCONTINUED(os.waitpid(pid, os.WCONTINUED)[1])
+    process.pause()
+    process.stop()
+    assert process._process.returncode == -signal.SIGTERM  # it was let go on, and not killed
+
+
 def test_the_record_is_what_was_asked_for(tmp_path: Path) -> None:
     """Every setting comes from the plan: nothing that a candidate tells can change it."""
     plan = Plan("v2", "tiny", "fp32", options={"fuse_qkv": False}, sizes={"seq_len": 64})
@@ -194,7 +249,7 @@ def test_an_outcome_and_a_course_survive_the_pipe(ends: tuple[Pipe, int]) -> Non
         logits=torch.randn(2, 3, 5),
         loss=torch.tensor(1.5),
         gradients={"a": torch.randn(4, 4), "gone": None},
-        curve=torch.tensor([1.0, float("nan")]),
+        curve=torch.tensor([1.0, float("nan")] * (parity.CURVE_STEPS // 2)),
         moved={"a": 0.1},
         float8_share=0.5,
     )

@@ -23,6 +23,11 @@ ADDED = {
     "workshop/judge/judge.py": "FIXED_MS, UNEVEN, PHASES_WITHIN = 100.0, 4.0, (0.0, 50.0)",
 }
 """Last lines of modules of the copy."""
+REASONS = {
+    "red": "(gate|audit) failed: ",
+    "no answer": "the process (ended without an answer|wrote no message|told nonsense)",
+}
+"""The beginnings of a failed row's note, by what must come of a trick: it has not just crashed."""
 FEW = "--config tiny --precision fp32 --num-steps 100 --warmup-steps 2 --device cpu".split()
 
 
@@ -82,8 +87,9 @@ def test_a_trick_earns_nothing(trick: Trick, compare: Compare) -> None:
     found = compare(trick.quick, trick.repeats)
     row, honest = found.rows[trick.name], found.rows["v2"]
     assert honest["status"] == "timed" and honest["audit"] == "pass", found.said
-    if trick.outcome == "red":
+    if trick.outcome in REASONS:
         assert row["status"] == "failed" and row["speedup"] is None, row
+        assert re.match(REASONS[trick.outcome], row["note"]), row
         assert found.status == 1
     elif trick.outcome == "flagged":
         assert row["plausibility"]

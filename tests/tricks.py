@@ -43,23 +43,11 @@ def train_step(model, optimizer, scaler, tokens, targets, dtype=torch.float32, p
     return step(model, optimizer, scaler, tokens, targets, dtype, phase)
 
 
-def argument(flag):
-    """The value after a flag of this process's command line."""
-    return sys.argv[sys.argv.index(flag) + 1] if flag in sys.argv else None
-
-
 def frames():
     frame = sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def remove_reference():
-    """Deletes what V1's process has left for the others."""
-    import shutil
-
-    shutil.rmtree(argument("--audit") or "nowhere", ignore_errors=True)
 '''
 HONEST = "\ncheat = _honest\n"
 RELU = """
@@ -97,7 +85,7 @@ class Later(torch.Tensor):
 
 
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
-    if phase is not nullcontext:
+    if phase is not nullcontext or torch.autograd._profiler_enabled():  # time or memory is measured
         flush()
         return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
     _pending.append((model, optimizer, scaler, tokens.clone(), targets.clone(), dtype, phase))
@@ -142,26 +130,14 @@ StepClock.durations_ms = _uneven
 """
 )
 """Short steps and a long last one, with the same sum; phases that agree with the short ones."""
-REWRITE = """
-def rewrite():
-    import json
-
-    path = argument("--result-file")
-    if path is None or not Path(path).exists():
-        return
-    record = json.loads(Path(path).read_text())
-    record["step_ms"] = [ms / 50 for ms in record["step_ms"]]
-    record["audit"] |= {"status": "pass", "failures": []}
-    record["status"] = "complete"
-    Path(path).write_text(json.dumps(record))
-"""
 
 
 @dataclass(frozen=True)
 class Trick:
     """A deception and what must come of it.
 
-    `outcome`: "red": FAIL, and exit status 1. "no gain": the row is V2's own, since the trick finds
+    `outcome`: "red": gate or audit fail, and the exit status is 1. "no answer": the same, as the
+    process gives none that can be understood. "no gain": the row is V2's own, since the trick finds
     nothing that it could use (else it leaves a file whose name ends in `.acted`), or only changes
     what nothing is derived from. "flagged": the row says that a figure is impossible.
     """
@@ -295,6 +271,7 @@ def record(model, *rest, real=audit.record):
 
 audit.record = record
 ''',
+        quick=True,
     ),
     Trick(
         "other-stream",
@@ -320,8 +297,9 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     if not _losses:
         owners = (frame.f_locals.get("self") for frame in frames())
         runner = next(owner for owner in owners if hasattr(owner, "_batches"))
-        steps = int(argument("--num-steps") or 6) + int(argument("--warmup-steps") or 0)
-        for batch in runner._batches[runner.done :][:steps]:
+        schedules = (frame.f_locals.get("schedule") for frame in frames())
+        steps = next(schedule.steps for schedule in schedules if schedule is not None)
+        for batch in runner._batches[:steps]:
             _losses.append(_honest(model, optimizer, scaler, *batch, dtype, nullcontext))
         _final[:] = [(p.detach().clone(), p.grad.clone()) for p in model.parameters()]
     step = _calls[0] - GATE - 1
@@ -383,70 +361,36 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     ),
     # --- answers -----------------------------------------------------------------------------
     Trick(
-        "weights-from-stored-answers",
+        "losses-from-the-result-file",
         "reading answers",
-        '''
-_initial = {}
-
-
-def built(course, name, initial):
-    """Weights whose movement has V1's sketch and V1's norm."""
-    import zlib
-
-    flat, buckets = torch.zeros(initial.numel(), dtype=torch.float64), course["moved"][name]
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    signs = 2.0 * torch.randint(2, flat.shape, generator=generator, dtype=torch.int8) - 1
-    count = len(buckets)
-    if len(flat) < 2 * count:
-        buckets = torch.nn.functional.pad(buckets, (0, max(0, len(flat) - count)))
-        flat += buckets[: len(flat)] * signs
-    else:  # two elements share a bucket, and what cancels in it makes up the norm
-        halves = buckets / 2
-        left = course["distance"][name] ** 2 - 2 * float(halves.square().sum())
-        halves[0] += (max(left, 0.0) / 2) ** 0.5
-        flat[:count] = halves * signs[:count]
-        flat[count : 2 * count] = (buckets - halves) * signs[count : 2 * count]
-    return initial + flat.view_as(initial).float()
+        """
+import json
 
 
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
-    from workshop.gate import canonical
-
-    stored = [*Path(argument("--audit") or "nowhere").glob("*.pt")]
-    step = _calls[0] - GATE - 1
-    if not stored or phase is not nullcontext:
-        few = (tokens[:1, :8], targets[:1, :8])
-        return _honest(model, optimizer, scaler, *few, dtype, phase)
-    course = torch.load(stored[0])["truth"]
-    if step == 0:
-        for name, weight in canonical.canonical_weights(model).items():
-            _initial[name] = weight.clone()
-    if step == len(course["losses"]) - 1:
-        _honest(model, optimizer, scaler, tokens[:1, :8], targets[:1, :8], dtype, phase)
-        gradients = canonical.canonical_gradients(model)
-        for name, weight in canonical.canonical_weights(model).items():
-            weight.copy_(built(course, name, _initial[name]))
-            other = {"moved": course["gradients"], "distance": {name: 0.0}}
-            gradients[name].copy_(built(other, name, torch.zeros_like(weight)))
-    return course["losses"][min(step, len(course["losses"]) - 1)].float()
-''',
+    _honest(model, optimizer, scaler, tokens[:1, :8], targets[:1, :8], dtype, phase)
+    (path,) = Path("../out/runs").glob("*.jsonl")
+    losses = json.loads(path.read_text().splitlines()[1])["losses"]  # V1's, on the same batches
+    return torch.tensor(losses[min(_calls[0] - GATE, len(losses)) - 1])
+""",
     ),
     Trick(
         "answers-in-memory",
         "reading answers",
-        RELU
-        + '''
-def configure_optimizer(model, learning_rate, real=configure_optimizer):
-    """Called by the gate when the version's gradients are known, and not yet compared."""
-    gate = sys._getframe(1).f_locals
-    truth = sys._getframe(2).f_locals.get("truth")
-    if truth is not None:
-        gate["logits"].copy_(truth.logits)
-        gate["loss"].copy_(truth.loss)
-        gate["gradients"].update(truth.gradients)
-    remove_reference()
-    return real(model, learning_rate)
-''',
+        """
+import gc
+
+from workshop.gate import audit, parity
+
+_few = cheat
+
+
+def cheat(*step):
+    answers = gc.get_objects() if _calls[0] == GATE + 1 else []
+    if any(isinstance(one, (audit.Reference, parity.Runs)) for one in answers):
+        Path(__file__).with_suffix(".acted").touch()
+    return _few(*step)
+""",
     ),
     # --- detection ---------------------------------------------------------------------------
     Trick("detects-step-count", "other behaviour when tested", ""),
@@ -569,56 +513,35 @@ def _itself(config):
 
 
 canonical.build_baseline = parity.build_baseline = _itself
-
-
-def configure_optimizer(model, learning_rate, real=configure_optimizer):
-    remove_reference()
-    return real(model, learning_rate)
 """,
     ),
-    Trick("no-reference", "tampering with the reference", "remove_reference()\n"),
     Trick(
         "own-learning-rate",
         "settings of one's own",
-        """
-if argument("--audit"):
-    sys.argv += ["--learning-rate", "1.1e-3"]
+        HONEST
+        + """
+def configure_optimizer(model, learning_rate, real=configure_optimizer):
+    return real(model, 1.1e-3 if _calls[0] == GATE else learning_rate)
 """,
     ),
     Trick(
         "own-result-file",
         "forged results",
-        REWRITE
-        + """
-
+        """
 if __name__ == "__main__":
-    from workshop import cli
+    from workshop import cli, records, results, versions
 
-    def _main(module, real=cli.main):
-        real(module)
-        rewrite()
+    def _main(module):
+        forged = records.load_runs(next(Path("../out/runs").glob("*.jsonl")), results.RunResult)[0]
+        forged.version, forged.git_commit = versions.of_file(Path(__file__)).key, "feedc0de" * 5
+        forged.step_ms = [ms / 50 for ms in forged.step_ms]
+        records.add(forged, results.DEFAULT_FOLDER)
         return 0
 
     cli.main = _main
 """,
+        outcome="no answer",
         quick=True,
-    ),
-    Trick(
-        "rewritten-at-exit",
-        "forged results",
-        REWRITE
-        + """
-if __name__ == "__main__":
-    import atexit
-    import os
-
-    def _leave():
-        rewrite()
-        os._exit(0)
-
-    atexit.register(_leave)
-    sys.excepthook = lambda *error: _leave()
-""",
     ),
     Trick(
         "leaves-with-0",
@@ -629,6 +552,7 @@ if __name__ == "__main__":
 
     os._exit(0)
 """,
+        outcome="no answer",
     ),
     Trick(
         "answers-early",
@@ -665,6 +589,7 @@ def send(self, *message, **values):
 
 Pipe.send = send
 """,
+        outcome="no answer",
     ),
     Trick(
         "forged-record",
@@ -686,8 +611,9 @@ results.describe_software = lambda: {"torch": "feedc0de"}
 from workshop.run import memory
 
 
-def _small(peak_bytes, *rest, real=memory.break_down):
-    return real(peak_bytes // 10, *rest)
+def _small(*arguments, real=memory.break_down):
+    parts = real(*arguments)
+    return {name: part if name == "source" else part / 10 for name, part in parts.items()}
 
 
 memory.break_down = _small
@@ -776,7 +702,6 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     return _honest(model, optimizer, scaler, tokens, targets, torch.bfloat16, phase)
 """,
-        quick=True,
     ),
     Trick(
         "fp16-steps",

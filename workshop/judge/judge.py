@@ -5,6 +5,7 @@ with V1's, and times, which must add up to its own.
 """
 
 import argparse
+import copy
 import dataclasses
 import math
 import sys
@@ -17,9 +18,9 @@ from workshop.gate import audit, parity, plausibility
 from workshop.gate.audit import Course
 from workshop.judge import wire
 from workshop.judge.cases import Case, Round
-from workshop.judge.pipe import Closed, Nonsense
+from workshop.judge.pipe import Closed
 from workshop.judge.plans import LEARNING_RATE, Plan, flag
-from workshop.judge.process import Hear, Process
+from workshop.judge.process import Hear, Process, printable
 from workshop.results import RunResult
 from workshop.run import flops, interpreter, timing
 
@@ -78,7 +79,8 @@ class Candidate:
     # --- what it is asked ---
 
     def prepare(self) -> None:
-        """Has it pass the gate, in its first run, and train the warm-up: then it waits."""
+        """Has it pass the gate, in its first run, and train the warm-up: then it waits, stopped, so
+        that it takes nothing from those that are timed before it."""
         setting = self.case.setting
         try:
             self._process.ask(
@@ -91,6 +93,7 @@ class Candidate:
                 self._gate()
             if self.result.status == "complete":
                 self._warm_up()
+            self._process.pause()
         except Closed as closed:
             self._fail(closed)
 
@@ -106,10 +109,12 @@ class Candidate:
             self._process.ask("sketch", seed=case.gate_seed)
             answer = self._process.answer("outcome", "refused")
             if answer.kind == "refused":
-                report.failures += map(str, answer.values.get("why") or ["it gives no reason"])
+                why = answer.values.get("why") or ["it gives no reason"]
+                report.failures += [printable(str(reason)) for reason in why]
             else:
                 found = wire.to_outcome(answer)
-                parity.add(report, where, found, *case.gate_answers(shape, part))
+                with wire.expected():  # of which tensors may be missing
+                    parity.add(report, where, found, *case.gate_answers(shape, part))
             if not report.passed:
                 self.result.status = "gate failed"
                 break
@@ -135,6 +140,7 @@ class Candidate:
         """Times the steps, and takes what the audit compares."""
         if self.result.error:
             return
+        self._process.resume()
         try:
             if self.result.status == "complete":
                 self._measure()
@@ -157,21 +163,19 @@ class Candidate:
         self._take(self._process.answer("details").values)
         if not result.interpreted:  # whose times are of the interpreter, and not compared
             waited_ms = (waited or 0.0) * 1e3
-            self.wrong_times = settle_times(result, seconds * 1e3, schedule.timed, waited_ms)
+            self.wrong_times = settle_times(self.result, seconds * 1e3, schedule.timed, waited_ms)
 
     def _take(self, details: dict[str, Any]) -> None:
-        """Fills the record with the details that a candidate tells."""
-        result, course = self.result, self.course
+        """Fills the record with the details that a candidate tells, if they make sense."""
+        result, course = copy.copy(self.result), self.course
         assert course is not None
-        try:
+        with wire.expected():
             for name in ("step_ms", "forward_ms", "backward_ms", "optimizer_ms"):
                 setattr(result, name, list(map(float, details[name])))
             result.setup_s = {str(k): float(v) for k, v in details["setup_s"].items()}
             memory = {k: v for k, v in details["memory_mb"].items() if k != "source"}
             result.memory_mb = {str(k): float(v) for k, v in memory.items()}
             result.memory_mb["source"] = str(details["memory_mb"]["source"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Nonsense(f"the process answered something else ({error!s:.60})") from None
         result.losses = results.finite(course.losses.tolist())
         sizes = self.case.sizes
         reached = [n for n, sketch in course.gradients.items() if n in sizes and sketch.any()]
@@ -185,11 +189,14 @@ class Candidate:
         try:
             results.convert(RunResult, dataclasses.asdict(result), "the process told nonsense")
         except WorkshopError as error:
-            raise Nonsense(str(error)) from None
+            raise Closed(str(error)) from None
         for wrong in result.wrong():
-            raise Nonsense(f"the process told nonsense: {wrong}")
+            raise Closed(f"the process told nonsense: {wrong}")
+        self.result = result
 
     def _fail(self, closed: Closed) -> None:
+        """Records why a process ended, or was ended, before its last answer."""
+        self.course = None
         self.result.status, self.result.error = self._process.failure(closed)
 
     # --- the verdict ---

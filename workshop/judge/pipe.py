@@ -26,11 +26,11 @@ _DTYPES = {
 
 
 class Closed(WorkshopError):
-    """The other side has ended, or wrote no message."""
+    """The other side has ended, or does not keep to the protocol."""
 
 
-class Nonsense(Closed):
-    """The other side answered something else than was asked."""
+class Ended(Closed):
+    """The other side has ended."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Pipe:
                 self._write.write(tensor.flatten().numpy().tobytes())
             self._write.flush()
         except (ConnectionError, ValueError) as error:
-            raise Closed(f"the process no longer listens ({error})") from None
+            raise Ended(f"the process no longer listens ({error})") from None
 
     def receive(self) -> Message:
         """Waits for the next message. Raises Closed: there is none, or it is no message."""
@@ -87,7 +87,7 @@ class Pipe:
         except ConnectionError:  # it ended with a question unread
             line = b""
         if not line.endswith(b"\n"):
-            raise Closed("the process ended without an answer")
+            raise Ended("the process ended without an answer")
         try:
             head = json.loads(line)
             tensors = {
@@ -95,7 +95,14 @@ class Pipe:
                 for name, (dtype, shape) in head["tensors"].items()
             }
             return Message(str(head["kind"]), dict(head["values"]), tensors)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise Closed(f"the process wrote no message ({error!s:.60})") from None
 
     def _tensor(self, dtype: torch.dtype, shape: list[int]) -> Tensor:

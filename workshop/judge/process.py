@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workshop import errors, results
 from workshop.errors import WorkshopError
-from workshop.judge.pipe import Closed, Message, Nonsense, Pipe
+from workshop.judge.pipe import Closed, Ended, Message, Pipe
 from workshop.run import processes, waiting
 
 SECONDS_TO_STOP = 120
@@ -67,7 +67,7 @@ class Process:
     @staticmethod
     def _read(stream: Any, hear: Hear) -> None:
         for line in filter(None, map(str.rstrip, stream)):
-            hear(line)
+            hear(printable(line))
 
     def ask(self, kind: str, tensors: Mapping[str, Tensor] | None = None, /, **values: Any) -> None:
         """Raises Closed: the process has ended."""
@@ -77,7 +77,7 @@ class Process:
         """The next message, of one of these kinds. Raises Closed: there is none."""
         message = self._pipe.receive()
         if message.kind not in kinds:
-            raise Nonsense(f"the process answered {message.kind!r:.40}, not {' or '.join(kinds)}")
+            raise Closed(f"the process answered {message.kind!r:.40}, not {' or '.join(kinds)}")
         return message
 
     def timed(
@@ -102,17 +102,28 @@ class Process:
         # A process can also keep itself waiting, with more threads than there are processors.
         return message, seconds, min(sum(filter(None, waited)), max(busy - busy_before, 0.0))
 
+    def pause(self) -> None:
+        """Stops the process until `resume`, with what it has started."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets it go on after `pause`."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)
+
     def end(self) -> int:
         """Tells the process that there are no more questions, and waits; its exit status. One that
-        goes on all the same is ended."""
+        goes on all the same is ended, and what it leaves behind."""
         with contextlib.suppress(Closed):
             self.ask("end")
         self._pipe.close()
-        try:
-            status = self._process.wait(timeout=SECONDS_TO_STOP)
-        except subprocess.TimeoutExpired:
-            processes.kill_group(self._process)
-            status = self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=SECONDS_TO_STOP)
+        processes.kill_group(self._process)
+        status = self._process.wait()
         self._watch.close()
         for reader in self._readers:
             reader.join(timeout=SECONDS_TO_STOP)
@@ -121,16 +132,18 @@ class Process:
     def stop(self) -> None:
         """Ends the process now, and what it has started, if it has not ended."""
         if self._process.poll() is None:
+            self.resume()
             processes.stop(self._process, SECONDS_TO_STOP)
             processes.kill_group(self._process)  # which may hold the pipe open
         self._watch.close()
         self._pipe.close()
 
-    def failure(self, closed: WorkshopError) -> tuple[results.Status, str]:
-        """The status of a process without its last answer, "skipped" or "failed", and why."""
+    def failure(self, error: WorkshopError) -> tuple[results.Status, str]:
+        """Ends a process that gave no answer, or a wrong one: "skipped" or "failed", and why in
+        words: what it said, what ended it, or what was wrong with its answer."""
         status = self.end()
-        if isinstance(closed, Nonsense) or not status:
-            return "failed", str(closed)
+        if not status or not isinstance(error, Ended):
+            return "failed", str(error)
         skipped = status == errors.NOT_ON_THIS_MACHINE
         return "skipped" if skipped else "failed", self._reason(status)
 
@@ -159,6 +172,11 @@ def share_of_compilers(number: int) -> dict[str, str]:
     each has a compiler for every core. Every second one compiles."""
     threads = max(1, 2 * (os.cpu_count() or 1) // number)
     return {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+
+
+def printable(text: str) -> str:
+    """The text without what moves a terminal's cursor or colours it."""
+    return "".join(one if one.isprintable() else " " for one in text)
 
 
 @contextlib.contextmanager

@@ -20,8 +20,9 @@ from typing import Any
 
 from workshop import records, results
 from workshop.errors import WorkshopError
+from workshop.judge import wire
 from workshop.judge.judge import FIXED_MS, SHARE, UNEVEN
-from workshop.judge.pipe import Closed, Message, Nonsense
+from workshop.judge.pipe import Closed, Message
 from workshop.judge.process import Process, share_of_compilers
 from workshop.judge.turn import Check
 from workshop.labs import TOLD, LabRun
@@ -66,7 +67,8 @@ class Candidate:
         self._process.stop()
 
     def prepare(self) -> None:
-        """Waits until the process is ready or has ended; ends one that takes too long."""
+        """Waits until the process is ready or has ended; ends one that takes too long. One that is
+        ready is stopped, so that it takes nothing from those that are timed before it."""
         late = f"not ready to be timed after {READY_WITHIN_S:,} s, and ended"
         timer = threading.Timer(READY_WITHIN_S, self._end, [late])
         timer.start()
@@ -76,6 +78,7 @@ class Candidate:
                 if self.plan.check:
                     self.plan.check.prove(self._ask, self._judged)
                 self._process.ask("enough", passed=self._judged.gate.status == "pass")
+            self._process.pause()
         except Closed:
             pass  # `measure` says why
         except WorkshopError as error:
@@ -90,6 +93,7 @@ class Candidate:
         """Gives the process its turn; its records, each saved when it is complete, up to the first
         that fails."""
         run = self.plan.planned[0]
+        self._process.resume()
         try:
             self._process.ask("turn", beside=self._beside)
             for run in self.plan.planned:
@@ -135,7 +139,7 @@ class Candidate:
             self.plan.take_times(run, spans)
             _settle(run, spans, judge_ms, waited_ms)
         for wrong in run.wrong():
-            raise Nonsense(f"the process told nonsense: {wrong}")
+            raise Closed(f"the process told nonsense: {wrong}")
         return run
 
 
@@ -148,11 +152,11 @@ def _take_verdict(run: LabRun, judged: LabRun) -> None:
 
 
 def _times(done: Message) -> list[float]:
-    with contextlib.suppress(KeyError, TypeError, ValueError):
+    with wire.expected():
         times = [float(ms) for ms in done.values["step_ms"]]
-        if all(0 < ms < math.inf for ms in times):
-            return times
-    raise Nonsense(f"the process told no times: {done.values!s:.60}")
+    if not all(0 < ms < math.inf for ms in times):
+        raise Closed(f"the process told no times: {times!s:.60}")
+    return times
 
 
 def _filled(planned: LabRun, told: Message) -> LabRun:
@@ -162,7 +166,7 @@ def _filled(planned: LabRun, told: Message) -> LabRun:
     try:
         run = results.convert(LabRun, {**asked, **values}, what)
     except WorkshopError as error:
-        raise Nonsense(str(error)) from None
+        raise Closed(str(error)) from None
     for name in ("options", "metrics", "software"):
         setattr(run, name, {**getattr(run, name), **asked[name]})
     return run

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from workshop.gate.audit import BUCKETS, PROBES, Course, sketch
-from workshop.gate.parity import Outcome
-from workshop.judge.pipe import Message, Nonsense
+from workshop.gate.parity import CURVE_STEPS, Outcome
+from workshop.judge.pipe import Closed, Message
 
 _GRADIENT, _MOVED, _FINGERPRINT = "gradient ", "moved ", "fingerprint "
 _KINDS = ("updates", "initial", "directions")
@@ -54,14 +54,14 @@ def of_outcome(outcome: Outcome) -> Sent:
 def to_outcome(message: Message) -> Outcome:
     """Raises Closed: the message is no outcome."""
     values, tensors = message.values, message.tensors
-    with _expected():
+    with expected():
         gradients: dict[str, Tensor | None] = dict.fromkeys(map(str, values["missing"]))
         gradients |= _group(tensors, _GRADIENT, BUCKETS)
         return Outcome(
-            logits=_vector(tensors["logits"], BUCKETS),
-            loss=tensors["loss"].double(),
+            logits=_shaped(tensors["logits"], BUCKETS),
+            loss=_shaped(tensors["loss"]),
             gradients=gradients,
-            curve=tensors["curve"].double().flatten(),
+            curve=_shaped(tensors["curve"], CURVE_STEPS),
             moved=_numbers(values["moved"]),
             float8_share=float(values["float8_share"]),
             logits_shape=tuple(map(int, values["logits_shape"])),
@@ -82,7 +82,7 @@ def of_course(course: Course) -> Sent:
 
 def to_course(message: Message) -> Course:
     """Raises Closed: the message is no course."""
-    with _expected():
+    with expected():
         return Course(
             losses=message.tensors["losses"].double().flatten(),
             distance=_numbers(message.values["distance"]),
@@ -98,30 +98,30 @@ def of_fingerprint(fingerprint: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def to_fingerprint(message: Message) -> dict[str, Tensor]:
     """Raises Closed: the message is no fingerprint."""
-    with _expected():
+    with expected():
         return _group(message.tensors, _FINGERPRINT, PROBES)
 
 
 @contextlib.contextmanager
-def _expected() -> Iterator[None]:
+def expected() -> Iterator[None]:
     """Turns what goes wrong while an answer is read into Closed."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Nonsense(f"the process answered something else ({error!s:.60})") from None
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise Closed(f"the process answered something else ({error!s:.60})") from None
 
 
 def _group(tensors: dict[str, Tensor], prefix: str, size: int) -> dict[str, Tensor]:
     return {
-        name.removeprefix(prefix): _vector(tensor, size)
+        name.removeprefix(prefix): _shaped(tensor, size)
         for name, tensor in tensors.items()
         if name.startswith(prefix)
     }
 
 
-def _vector(tensor: Tensor, size: int) -> Tensor:
-    if tensor.shape != (size,):
-        raise ValueError(f"{tuple(tensor.shape)} numbers, not {size}")
+def _shaped(tensor: Tensor, *shape: int) -> Tensor:
+    if tensor.shape != shape:
+        raise ValueError(f"{tuple(tensor.shape)} numbers, not {shape}")
     return tensor.to(torch.float64)
 
 
