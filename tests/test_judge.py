@@ -286,25 +286,23 @@ LAB_STEPS = [[10.0, 10.0], [12.0, 8.0]]  # 40 ms
 
 
 @pytest.mark.parametrize(
-    ("spans", "judge_ms", "waited_ms", "step_ms", "wrong"),
+    ("spans", "judge_ms", "step_ms"),
     [
-        (LAB_STEPS, 41.0, 0.0, [10.0, 10.0, 12.0, 8.0], ""),
-        (LAB_STEPS, 60.0, 0.0, [10.0, 10.0, 12.0, 8.0], ""),
-        (LAB_STEPS, 80.0, 0.0, [10.0, 10.0, 12.0, 8.0], "add up to 40.0 ms, the judge's clock"),
-        (LAB_STEPS, 10.0, 0.0, [10.0, 10.0, 12.0, 8.0], "the judge's clock says 10.0 ms"),
-        (LAB_STEPS, 80.0, 30.0, [20.0, 20.0, 24.0, 16.0], ""),  # other programs had the processor
-        ([[1.0, 1.0, 1.0, 397.0]], 400.0, 0.0, [100.0] * 4, ""),  # a median says nothing of these
+        (LAB_STEPS, 41.0, [10.0, 10.0, 12.0, 8.0]),
+        (LAB_STEPS, 60.0, [10.0, 10.0, 12.0, 8.0]),
+        (LAB_STEPS, 80.0, [20.0, 20.0, 24.0, 16.0]),
+        (LAB_STEPS, 10.0, [2.5, 2.5, 3.0, 2.0]),
+        ([[1.0, 1.0, 1.0, 397.0]], 400.0, [100.0] * 4),  # a median says nothing of these
+        ([[1.0, 1.0, 1.0, 1.0]], 400.0, [100.0] * 4),
     ],
 )
 def test_a_labs_times_add_up_to_the_judges(
-    spans: studies.Spans, judge_ms: float, waited_ms: float, step_ms: list[float], wrong: str
+    spans: studies.Spans, judge_ms: float, step_ms: list[float]
 ) -> None:
     run = lab_run()
     studies.each_step(run, spans)
-    studies._settle(run, spans, judge_ms, waited_ms)
+    studies._settle(run, spans, judge_ms)
     assert (run.step_ms, run.judge_ms) == (step_ms, judge_ms / 4)
-    assert run.audit.status == ("fail" if wrong else "not run")
-    assert wrong in "".join(run.audit.failures)
 
 
 TELLS = """
@@ -332,7 +330,10 @@ for kind in ("ready", "begin"):
         ("sys.exit('error: it needs a widget')", "it needs a widget"),
     ],
 )
-def test_a_labs_record_is_what_was_asked_for(rest: str, error: str, tmp_path: Path) -> None:
+def test_a_labs_record_is_what_was_asked_for(
+    rest: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(studies, "FIXED_MS", 1e6)  # on a busy machine all takes long
     asked = lab_run(step_ms=[])
     command = [sys.executable, "-c", TELLS.format(rest=rest)]
     (run,) = studies.in_turns([studies.Plan(command, [asked], tmp_path)], 1)
