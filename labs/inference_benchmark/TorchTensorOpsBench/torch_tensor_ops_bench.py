@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
@@ -40,24 +39,28 @@ import tensor_ops  # noqa: E402
 import torch  # noqa: E402
 from tensor_ops import COPY, DEFAULT_DIM, KINDS, MATRIX, MODEL_OPS, OPS, PREDEFINED, Amounts, Case  # noqa: E402
 
-from workshop import errors, results  # noqa: E402
+from workshop import errors, records, results  # noqa: E402
 from workshop.arguments import count, parse  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.gate import plausibility  # noqa: E402
-from workshop.results import FAIL, PASS, SKIPPED  # noqa: E402
+from workshop.labs import LabRun  # noqa: E402
+from workshop.records import Comparison  # noqa: E402
+from workshop.results import FAIL, PASS, SKIPPED, Parity, Status  # noqa: E402
 from workshop.roofline import ceilings, model  # noqa: E402
 from workshop.roofline.model import COMPUTE, DATA_SHEET, MEASURED, MEMORY, Point, Roofline  # noqa: E402
 from workshop.run import hardware, timing  # noqa: E402
 from workshop.run.precision import Precision, get_precision, kept_matmul_mode  # noqa: E402
 from workshop.run.timing import StepClock  # noqa: E402
 
-SCHEMA_VERSION = 1
+FOLDER = Path(__file__).resolve().parent
 DEFAULT_FOLDER = results.DEFAULT_FOLDER / "inference_benchmark" / "ops"
 
 NO_MEMORY = "no memory"
 CACHED = f"{PASS}, cached"
 """Correct and timed, but so small that its result may stay in the cache."""
 IMPLAUSIBLE = "IMPLAUSIBLE"
+STATUS: dict[str, Status] = {FAIL: "gate failed", NO_MEMORY: "skipped", SKIPPED: "skipped"}
+"""The status of a record, where it is not complete."""
 
 # --- a row ---------------------------------------------------------------------------------------
 
@@ -338,28 +341,47 @@ class Report:
         lines += [f"| {' | '.join(cells)} |" for cells in table]
         return "\n".join([*lines, "", *(f"- {note}" for note in self.notes())]) + "\n"
 
-    def as_json(self) -> dict[str, Any]:
-        records = [
-            dataclasses.asdict(row)
-            | {
-                "error": row.error if row.error is None or math.isfinite(row.error) else None,
-                "status": self.status(row),
-                "median_ms": row.seconds and row.seconds * 1e3,
-                "gbs": row.amounts.moved / row.seconds / 1e9 if row.seconds else None,
-                "tflops": row.amounts.operations / row.seconds / 1e12 if row.seconds else None,
-                "of_ceiling": self.share(row, MEASURED),
-                "of_data_sheet": self.share(row, DATA_SHEET),
-            }
-            for row in self.rows
-        ]
-        command = ["python", Path(__file__).name]
-        command += [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "operators": records,
-            "command": command,
-            "cache_bytes": self.cache,
-        } | dataclasses.asdict(self.measurement)
+    def record(self, row: Row) -> LabRun:
+        """The row as a run of a lab, whose step is a call."""
+        measured, moves = self.measurement, row.kind == MEMORY
+        (tflops,) = measured.tflops.values()
+        shown = self.status(row)
+        run = LabRun(
+            session=measured.session,
+            device=measured.device,
+            software=measured.software,
+            git_commit=measured.git_commit,
+            created=measured.created,
+            parent_command=results.own_command()[1:],
+            options={"precision": row.dtype, "cache_bytes": self.cache},
+            status=STATUS.get(shown, "complete"),
+            error=row.note if shown in (NO_MEMORY, SKIPPED) else None,
+            step_ms=row.samples_ms,
+            lab=FOLDER.name,
+            subject=f"{len(self.rows)} operators",
+            variant=row.label,
+            unit="calls",
+            units_per_step=1,
+            bytes_per_step=row.amounts.moved if moves else None,
+            flops_per_step=None if moves else row.amounts.operations,
+            ceiling_gbs=measured.copy_gbs,
+            ceiling_tflops=tflops,
+            metrics=dataclasses.asdict(row.amounts)
+            | {"category": row.category, "cached": row.status == CACHED, "trace": row.trace},
+        )
+        if row.error is not None:
+            (error,) = results.finite([row.error])
+            failures = [row.note] if row.status == FAIL else []
+            run.gate = Parity(
+                "fail" if failures else "pass",
+                failures,
+                reference="the same operator in float64",
+                measures={"result": {"error": error, "allowed": row.allowed}},
+            )
+        if shown == IMPLAUSIBLE:
+            own = dataclasses.replace(self.limits, points=[self.point(row)])
+            run.plausibility = model.flags(own)
+        return run
 
     def show(self) -> None:
         if importlib.util.find_spec("rich") is None:
@@ -387,11 +409,12 @@ class Report:
             console.print(f"  {line}", soft_wrap=True)
 
     def write(self, folder: Path) -> list[Path]:
-        """All files, or none; the picture where there is matplotlib and a time."""
-        contents: dict[Path, results.Content] = {
-            folder / "ops.json": results.json_text(self.as_json()),
-            folder / "ops.md": self.as_markdown(),
-        }
+        """The result file, a table, and a picture where there is matplotlib and a time."""
+        comparison = Comparison.of(self.record(self.rows[0]))
+        comparison.runs += map(self.record, self.rows)
+        path = records.path_in(folder, comparison.session)
+        comparison.write(path)
+        contents: dict[Path, results.Content] = {folder / "ops.md": self.as_markdown()}
         picture = folder / "roofline.png"
         if importlib.util.find_spec("matplotlib") and self.roofline.points:
             from workshop.roofline import figures
@@ -399,7 +422,7 @@ class Report:
             labels = len(self.roofline.points)
             contents[picture] = lambda path: figures.draw(self.roofline, path, labels=labels)
         results.write_together(contents, gone=[picture])
-        return list(contents)
+        return [path, *contents]
 
 
 # --- the command line ----------------------------------------------------------------------------
@@ -436,8 +459,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="then run the calls again under torch.profiler, and write a trace")  # fmt: skip
     add("--append-dtype", action="store_true", help="to the operator's name, as in add(fp32)")
     add("--output-dir", type=Path, default=DEFAULT_FOLDER, metavar="DIR",
-        help="for ops.json, ops.md, roofline.png and traces (default: results/inference_benchmark/"
-        "ops of this checkout)")  # fmt: skip
+        help="for the result file, ops.md, roofline.png and traces (default: results/"
+        "inference_benchmark/ops of this checkout)")  # fmt: skip
     return parser
 
 
@@ -494,12 +517,12 @@ def _benchmark(arguments: argparse.Namespace) -> int:
             if not rows:
                 raise
     report = Report(rows, measurement, setting.cache)
-    earlier = (folder / "ops.json").exists()
+    earlier = (folder / "ops.md").exists()
     written = report.write(folder)
     report.show()
     print(f"Written: {', '.join(map(str, written))}")
     if earlier:
-        print("They replace those of an earlier run; --output-dir DIR keeps both")
+        print("Table and picture replace those of an earlier run; --output-dir DIR keeps both")
     traces = [row.trace for row in rows if row.trace]
     if traces:
         more = f"  ({len(traces) - 1} more beside it)" if len(traces) > 1 else ""

@@ -1,0 +1,369 @@
+"""The contenders' process: it runs what the judge asks for, and has no answer that it is compared
+with.
+
+The clock: events around the replay of a CUDA graph that holds many calls, so that launches from
+Python are not timed. Each call has arguments of its own, four times as large as the last-level
+cache together.
+
+The host's clock: from Python's call to its return, forward and backward, without waiting for the
+device, which has done all earlier work by then.
+"""
+
+import contextlib
+import math
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workshop import errors
+from workshop.gate import plausibility
+from workshop.judge.pipe import Message, Pipe
+from workshop.kernels.calls import (
+    Data,
+    Outcome,
+    Setting,
+    as_tuple,
+    draw_data,
+    gradients,
+    names,
+    outcome,
+    sketches,
+)
+from workshop.kernels.cases import (
+    BACKWARD,
+    BOTH,
+    COMPILED,
+    FORWARD,
+    HOST,
+    OPS,
+    OURS,
+    PLAIN,
+    Absent,
+    Case,
+    Function,
+)
+from workshop.run import trainer
+from workshop.run.precision import PRECISIONS
+from workshop.run.timing import StepClock
+
+CACHE_MULTIPLE = 4
+MEMORY_SHARE = 0.08  # of the device, for the arguments of one contender's calls and what they keep
+WARM_UP_CALLS = 2
+SAMPLE_MS = 2.0  # what a graph's calls should last, so that its launch does not show
+MAX_CALLS = 64
+HOST_CALLS = 5  # of a sample: few, since the host waits once the device's queue is full
+
+
+def main(pipe: str) -> int:
+    """Answers over a pipe, given as READ,WRITE; the exit status."""
+    read, write = map(int, pipe.split(","))
+    return errors.exit_status(lambda: serve(Pipe(read, write)), interrupted="interrupted")
+
+
+def serve(pipe: Pipe) -> int:
+    """Answers until the judge has no more questions; the exit status.
+
+    Raises:
+        Closed: the judge is gone.
+    """
+    asked = pipe.receive().values
+    device, precision = torch.device(asked["device"]), PRECISIONS[asked["precision"]]
+    precision.set_matmul_mode()
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    with on_its_stream(stream):
+        contest = None
+        while (message := pipe.receive()).kind != "end":
+            if message.kind == "case":
+                contest = Contest(message.values, Setting(device, precision, stream))
+                pipe.send("answered")
+            else:
+                assert contest is not None
+                contest.answer(message, pipe)
+    return errors.DONE
+
+
+@contextlib.contextmanager
+def on_its_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Everything runs on the stream on which graphs are captured: autograd's nodes stay with the
+    stream of their forward pass, and a capture may not wait for another."""
+    import torch._functorch.config
+
+    # torch.compile's backward would free what it was given; we call it again and again.
+    own = torch.cuda.stream(stream) if stream else contextlib.nullcontext()
+    with own, torch._functorch.config.patch(donated_buffer=False):
+        yield
+
+
+class Contest:
+    """All contenders of a case, which take turns, so that drift hits all alike."""
+
+    def __init__(self, asked: dict[str, Any], setting: Setting) -> None:
+        self.case, self.setting = OPS[asked["op"]].make(*asked["sizes"]), setting
+        self.functions = functions(self.case, setting.device)
+        self._found: Outcome = {}
+        self._programs: dict[str, Program] = {}
+        self._peak_mb: dict[str, float | None] = {}
+
+    def answer(self, message: Message, pipe: Pipe) -> None:
+        """Answers one question."""
+        asked = message.values
+        if message.kind == "sketch":
+            index = asked["index"]
+            kept = self._found if index is None else self._programs[asked["name"]].outputs[index]
+            pipe.send("outcome", sketches(kept, asked["seed"]))
+        elif message.kind == "go":
+            pipe.send("done", ms=self._programs[asked["name"]].timed_ms())
+        else:
+            work: dict[str, Callable[..., dict[str, Any]]] = {
+                "check": self._check,
+                "prepare": self._prepare,
+                "load": self._load,
+                "host": self._host,
+                "release": self._release,
+            }
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                try:
+                    found = work[message.kind](**asked)
+                except Absent as error:
+                    pipe.send("refused", why=str(error), absent=True)
+                except Exception as error:  # a rival's reasons not to run are its own
+                    texts = [str(warning.message) for warning in warned]
+                    pipe.send("refused", why=_reason(error, texts), absent=False)
+                else:
+                    pipe.send("answered", **found)
+
+    def _check(self, name: str, seed: int) -> dict[str, Any]:
+        function, data = self.functions[name], draw_data(self.case, self.setting, seed)
+        own = data.fresh()
+        self._found = outcome(self.case, function, own)
+        peak_mb = None  # of a CPU, of which PyTorch keeps no peak
+        if self.setting.device.type == "cuda":
+            peak_mb = self._peak_mb[name] = _peak_mb(self.case, function, data.fresh())
+        return {"overwrites": own.differs(data), "peak_mb": peak_mb}
+
+    def _prepare(self, name: str, phase: str, seed: int) -> dict[str, Any]:
+        program = self._programs[name] = Program(
+            *(self.case, self.functions[name], phase, self.setting),
+            *(draw_data(self.case, self.setting, seed), self._peak_mb.get(name) or 0.0),
+        )
+        return {"calls": len(program.sets), "ms": program.call_ms, "note": program.note}
+
+    def _load(self, name: str, seed: int) -> dict[str, Any]:
+        self._programs[name].load(draw_data(self.case, self.setting, seed))
+        return {}
+
+    def _host(self, name: str) -> dict[str, Any]:
+        return {"ms": self._programs[name].host_ms()}
+
+    def _release(self, name: str) -> dict[str, Any]:
+        """Frees what all contenders have prepared."""
+        self._programs.clear()
+        self._found = {}
+        if self.setting.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return {}
+
+
+def functions(case: Case, device: torch.device) -> dict[str, Function]:
+    everyone = {OURS: case.kernel, PLAIN: case.plain, **case.rivals}
+    return everyone | {COMPILED: _compiled(case.plain, device)}
+
+
+def _compiled(function: Function, device: torch.device) -> Function:
+    missing = "a GPU" if device.type == "cpu" else trainer.missing_for_compile(device)
+    if missing:
+
+        def absent(*_: Tensor) -> None:
+            raise Absent(f"needs {missing}")
+
+        return absent
+    torch._dynamo.reset()  # each case is compiled for its own sizes
+    compiled: Function = torch.compile(function, dynamic=False)
+    return compiled
+
+
+def _peak_mb(case: Case, function: Function, data: Data) -> float:
+    """Of a forward and backward pass that is not the first, beyond its arguments."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    outcome(case, function, data)
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def _reason(error: Exception, warned: list[str]) -> str:
+    """Why a contender did not run, in one line. SDPA gives its reasons as warnings."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    if "No available kernel" in str(error) or "No viable backend" in str(error):
+        silent = ("not used because", "has been runtime disabled")
+        reasons = [text for text in warned if not any(words in text for words in silent)]
+        return reasons[0].split(" (Triggered")[0] if reasons else "has no kernel for this case"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
+
+
+class Program:
+    """One contender in one phase, ready to be timed. Each of its calls has arguments of its own,
+    so that nothing that an earlier call has left serves a later one."""
+
+    def __init__(
+        self,
+        case: Case,
+        function: Function,
+        phase: str,
+        setting: Setting,
+        data: Data,
+        kept_mb: float,
+    ) -> None:
+        """
+        Args:
+            phase: FORWARD, BACKWARD or BOTH; HOST for one call, launched from Python.
+            data: arguments to warm up with.
+            kept_mb: what a call needs beyond its arguments.
+        """
+        self._case, self._function, self._setting = case, function, setting
+        self._phase = BOTH if phase == HOST else phase
+        self.sets, self.outputs = [data.fresh()], list[Outcome]()
+        self._results: list[Any] = []
+        self._begin, self._run = self._forward, self._calls
+        self.note = ""
+        self.call_ms = self._eager_ms()
+        if phase == HOST:
+            return
+        cache = _cache_bytes(setting.device)
+        number = _how_many(data.bytes, kept_mb, self.call_ms, cache, setting.device)
+        self.sets = [data.fresh() for _ in range(number)]
+        self._begin()
+        self._run()
+        if obstacle := self._obstacle() or self._capture():
+            self.note = f"{phase} timed launch by launch: {obstacle}"
+        self._busy = torch.ones(CACHE_MULTIPLE * cache // 4, device=setting.device)
+
+    def _forward(self) -> None:
+        """What comes before a backward pass, outside of the clock."""
+        if self._phase == BACKWARD:
+            self._results = [as_tuple(self._function(*own.arguments)) for own in self.sets]
+
+    def _calls(self) -> None:
+        self.outputs = [self.call(index) for index in range(len(self.sets))]
+
+    def call(self, index: int) -> Outcome:
+        """Enqueues one call on the arguments of that index; what it gives."""
+        own = self.sets[index]
+        if self._phase == BOTH:
+            return outcome(self._case, self._function, own)
+        found: Sequence[Tensor | None]
+        if self._phase == FORWARD:
+            found = as_tuple(self._function(*own.arguments))
+        else:
+            found = gradients(self._results[index], own, retain_graph=True)
+        return dict(zip(names(self._case, self._phase), found, strict=True))
+
+    def load(self, data: Data) -> None:
+        """Fills the arguments of all calls."""
+        for index, own in enumerate(self.sets):
+            own.fill(data, index)
+        self._begin()
+
+    def timed_ms(self) -> float:
+        """The time of all calls; waits for the device. It reads as much memory before as the cache
+        holds, several times, which gives the device something to do while the host enqueues."""
+        clock = StepClock(self._setting.device)
+        self._busy.sum()
+        clock.mark()
+        self._run()
+        clock.mark()
+        return clock.durations_ms()[0]
+
+    def host_ms(self) -> float:
+        """The host's time for a call."""
+        if self._setting.device.type == "cuda":
+            torch.cuda.synchronize(self._setting.device)
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            self.call(0)
+        return 1e3 * (time.perf_counter() - start) / HOST_CALLS
+
+    def _eager_ms(self) -> float:
+        """What a call takes launched from Python, after the first ones, which compile and
+        allocate."""
+        clock = StepClock(self._setting.device)
+        self._begin()
+        for _ in range(WARM_UP_CALLS):
+            self._run()
+        clock.mark()
+        for _ in range(WARM_UP_CALLS):
+            self._run()
+        clock.mark()
+        return clock.durations_ms()[0] / WARM_UP_CALLS
+
+    def _obstacle(self) -> str:
+        """Why a call can't be captured, as far as that shows without trying; empty if it does not.
+        An attempt that fails leaves PyTorch's random generator unusable."""
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._begin()
+            self.call(0)
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            return "it waits for the device"
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return ""
+
+    def _capture(self) -> str:
+        """Makes graphs of the passes; why it can't, or nothing."""
+        device, passes = self._setting.device, [self._begin, self._run]
+        try:
+            graphs = [
+                _graph(one, self._setting) if one != self._begin or self._results else None
+                for one in passes
+            ]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            torch.cuda.synchronize(device)
+            self._begin()
+            return "no graph can be captured"
+        self._begin, self._run = (
+            graph.replay if graph else one for graph, one in zip(graphs, passes, strict=True)
+        )
+        return ""
+
+
+def _graph(work: Callable[[], object], setting: Setting) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=setting.stream):
+        work()
+    return graph
+
+
+def _cache_bytes(device: torch.device) -> int:
+    """The last-level cache."""
+    if torch.version.hip:  # whose properties leave out the cache between L2 and memory
+        return int(plausibility.LAST_LEVEL_CACHE_BYTES)
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def _how_many(
+    arguments: int, kept_mb: float, call_ms: float, cache: int, device: torch.device
+) -> int:
+    """Calls of a sample: so many that it is long enough, and that no cache holds their arguments,
+    as far as memory allows. (A contender with too much memory for that overflows the cache in a
+    single call.)"""
+    long_enough = min(math.ceil(SAMPLE_MS / call_ms), MAX_CALLS)
+    wanted = max(long_enough, math.ceil(CACHE_MULTIPLE * cache / arguments))
+    memory = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return max(1, min(wanted, int(memory / (arguments + 1e6 * kept_mb))))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
