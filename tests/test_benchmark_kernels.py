@@ -518,8 +518,8 @@ def test_contenders_take_turns_and_the_first_turn_is_not_counted(monkeypatch) ->
     for name, instead in {
         "_prepare": lambda _, run: measure.Turns(run, 4, every[run.variant], 1),
         "_turn": lambda turns, _: order.append(turns.run.variant),
-        "_ask": Mock(),
-        "_compare": Mock(),
+        "_process": Mock(),
+        "_finish": Mock(),
     }.items():
         monkeypatch.setattr(judge, name, instead)
     judge._time(small_case("swiglu"), FORWARD, [a_run(variant=name) for name in every], {})

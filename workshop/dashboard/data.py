@@ -126,7 +126,9 @@ class Snapshot:
         """
         lab = choice.lab
         if lab not in self.labs:
-            lab = max(self.labs, key=lambda key: self.labs[key][0].first.session, default="")
+            firsts = {key: rows[0].first for key, rows in self.labs.items()}
+            newest = lambda key: (firsts[key].lab != labs.KERNELS, firsts[key].session)  # noqa: E731
+            lab = max(firsts, key=newest, default="")
         if not self.groups:
             profile = choice.profile if choice.profile in self.profiles else ""
             profile = profile or next(iter(self.profiles), "")

@@ -10,9 +10,9 @@ device, which has done all earlier work by then.
 """
 
 import contextlib
+import functools
 import math
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -56,6 +56,7 @@ MEMORY_SHARE = 0.08  # of the device, for the arguments of one contender's calls
 WARM_UP_CALLS = 2
 SAMPLE_MS = 2.0  # what a graph's calls should last, so that its launch does not show
 MAX_CALLS = 64
+HOST_CLOCK = torch.device("cpu")
 HOST_CALLS = 5  # of a sample: few, since the host waits once the device's queue is full
 
 
@@ -76,13 +77,11 @@ def serve(pipe: Pipe) -> int:
     precision.set_matmul_mode()
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with on_its_stream(stream):
-        contest = None
         while (message := pipe.receive()).kind != "end":
             if message.kind == "case":
                 contest = Contest(message.values, Setting(device, precision, stream))
                 pipe.send("answered")
             else:
-                assert contest is not None
                 contest.answer(message, pipe)
     return errors.DONE
 
@@ -99,6 +98,10 @@ def on_its_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
         yield
 
 
+Answer = tuple[dict[str, Tensor], dict[str, Any]]
+"""The tensors and values of a message."""
+
+
 class Contest:
     """All contenders of a case, which take turns, so that drift hits all alike."""
 
@@ -110,64 +113,52 @@ class Contest:
         self._peak_mb: dict[str, float | None] = {}
 
     def answer(self, message: Message, pipe: Pipe) -> None:
-        """Answers one question."""
-        asked = message.values
-        if message.kind == "sketch":
-            index = asked["index"]
-            kept = self._found if index is None else self._programs[asked["name"]].outputs[index]
-            pipe.send("outcome", sketches(kept, asked["seed"]))
-        elif message.kind == "go":
-            pipe.send("done", ms=self._programs[asked["name"]].timed_ms())
-        else:
-            work: dict[str, Callable[..., dict[str, Any]]] = {
-                "check": self._check,
-                "prepare": self._prepare,
-                "load": self._load,
-                "host": self._host,
-                "release": self._release,
-            }
-            with warnings.catch_warnings(record=True) as warned:
-                warnings.simplefilter("always")
-                try:
-                    found = work[message.kind](**asked)
-                except Absent as error:
-                    pipe.send("refused", why=str(error), absent=True)
-                except Exception as error:  # a rival's reasons not to run are its own
-                    texts = [str(warning.message) for warning in warned]
-                    pipe.send("refused", why=_reason(error, texts), absent=False)
-                else:
-                    pipe.send("answered", **found)
+        """Answers one question, or says why a contender does not."""
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                tensors, values = getattr(self, f"_{message.kind}")(**message.values)
+            except Exception as error:  # a rival's reasons not to run are its own
+                texts = [str(warning.message) for warning in warned]
+                pipe.send("refused", why=_reason(error, texts))
+            else:
+                pipe.send("answered", tensors, **values)
 
-    def _check(self, name: str, seed: int) -> dict[str, Any]:
+    def _check(self, name: str, seed: int) -> Answer:
         function, data = self.functions[name], draw_data(self.case, self.setting, seed)
         own = data.fresh()
         self._found = outcome(self.case, function, own)
         peak_mb = None  # of a CPU, of which PyTorch keeps no peak
         if self.setting.device.type == "cuda":
             peak_mb = self._peak_mb[name] = _peak_mb(self.case, function, data.fresh())
-        return {"overwrites": own.differs(data), "peak_mb": peak_mb}
+        return {}, {"overwrites": own.differs(data), "peak_mb": peak_mb}
 
-    def _prepare(self, name: str, phase: str, seed: int) -> dict[str, Any]:
+    def _sketch(self, name: str, seed: int, index: int | None) -> Answer:
+        """Of a timed call, or of the check (None)."""
+        found = self._found if index is None else self._programs[name].outputs[index]
+        return sketches(found, seed), {}
+
+    def _prepare(self, name: str, seed: int, phase: str) -> Answer:
         program = self._programs[name] = Program(
             *(self.case, self.functions[name], phase, self.setting),
             *(draw_data(self.case, self.setting, seed), self._peak_mb.get(name) or 0.0),
         )
-        return {"calls": len(program.sets), "ms": program.call_ms, "note": program.note}
+        return {}, {"calls": len(program.sets), "ms": program.call_ms, "note": program.note}
 
-    def _load(self, name: str, seed: int) -> dict[str, Any]:
+    def _load(self, name: str, seed: int) -> Answer:
         self._programs[name].load(draw_data(self.case, self.setting, seed))
-        return {}
+        return {}, {}
 
-    def _host(self, name: str) -> dict[str, Any]:
-        return {"ms": self._programs[name].host_ms()}
+    def _go(self, name: str) -> Answer:
+        return {}, {"ms": self._programs[name].timed_ms()}
 
-    def _release(self, name: str) -> dict[str, Any]:
+    def _release(self) -> Answer:
         """Frees what all contenders have prepared."""
         self._programs.clear()
         self._found = {}
         if self.setting.device.type == "cuda":
             torch.cuda.empty_cache()
-        return {}
+        return {}, {}
 
 
 def functions(case: Case, device: torch.device) -> dict[str, Function]:
@@ -201,6 +192,8 @@ def _reason(error: Exception, warned: list[str]) -> str:
     """Why a contender did not run, in one line. SDPA gives its reasons as warnings."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
+    if isinstance(error, Absent):
+        return str(error)
     if "No available kernel" in str(error) or "No viable backend" in str(error):
         silent = ("not used because", "has been runtime disabled")
         reasons = [text for text in warned if not any(words in text for words in silent)]
@@ -224,7 +217,7 @@ class Program:
     ) -> None:
         """
         Args:
-            phase: FORWARD, BACKWARD or BOTH; HOST for one call, launched from Python.
+            phase: FORWARD, BACKWARD or BOTH; HOST for one call of both, launched from Python.
             data: arguments to warm up with.
             kept_mb: what a call needs beyond its arguments.
         """
@@ -233,7 +226,7 @@ class Program:
         self.sets, self.outputs = [data.fresh()], list[Outcome]()
         self._results: list[Any] = []
         self._begin, self._run = self._forward, self._calls
-        self.note = ""
+        self.note, self._busy = "", torch.empty(0)
         self.call_ms = self._eager_ms()
         if phase == HOST:
             return
@@ -244,7 +237,7 @@ class Program:
         self._run()
         if obstacle := self._obstacle() or self._capture():
             self.note = f"{phase} timed launch by launch: {obstacle}"
-        self._busy = torch.ones(CACHE_MULTIPLE * cache // 4, device=setting.device)
+        self._busy = _filler(CACHE_MULTIPLE * cache, setting.device)
 
     def _forward(self) -> None:
         """What comes before a backward pass, outside of the clock."""
@@ -267,29 +260,25 @@ class Program:
         return dict(zip(names(self._case, self._phase), found, strict=True))
 
     def load(self, data: Data) -> None:
-        """Fills the arguments of all calls."""
+        """Fills the arguments of all calls; waits for the device."""
         for index, own in enumerate(self.sets):
             own.fill(data, index)
         self._begin()
+        if self._setting.device.type == "cuda":
+            torch.cuda.synchronize(self._setting.device)
 
     def timed_ms(self) -> float:
         """The time of all calls; waits for the device. It reads as much memory before as the cache
-        holds, several times, which gives the device something to do while the host enqueues."""
-        clock = StepClock(self._setting.device)
+        holds, several times, which gives the device something to do while the host enqueues. Of
+        HOST, the host's time for a call."""
+        calls, device = (1, self._setting.device) if len(self._busy) else (HOST_CALLS, HOST_CLOCK)
+        clock = StepClock(device)
         self._busy.sum()
         clock.mark()
-        self._run()
+        for _ in range(calls):
+            self._run()
         clock.mark()
-        return clock.durations_ms()[0]
-
-    def host_ms(self) -> float:
-        """The host's time for a call."""
-        if self._setting.device.type == "cuda":
-            torch.cuda.synchronize(self._setting.device)
-        start = time.perf_counter()
-        for _ in range(HOST_CALLS):
-            self.call(0)
-        return 1e3 * (time.perf_counter() - start) / HOST_CALLS
+        return clock.durations_ms()[0] / calls
 
     def _eager_ms(self) -> float:
         """What a call takes launched from Python, after the first ones, which compile and
@@ -344,6 +333,12 @@ def _graph(work: Callable[[], object], setting: Setting) -> torch.cuda.CUDAGraph
     with torch.cuda.graph(graph, stream=setting.stream):
         work()
     return graph
+
+
+@functools.cache
+def _filler(number: int, device: torch.device) -> Tensor:
+    """A tensor of so many bytes."""
+    return torch.ones(number // 4, device=device)
 
 
 def _cache_bytes(device: torch.device) -> int:

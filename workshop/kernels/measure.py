@@ -29,7 +29,7 @@ from torch import Tensor
 
 from workshop.gate.audit import BUCKETS, sketch
 from workshop.judge.judge import IMPOSSIBLE, SHARE
-from workshop.judge.pipe import Closed
+from workshop.judge.pipe import Closed, Message
 from workshop.judge.process import Process
 from workshop.kernels.calls import GRADIENT, Data, Setting, draw_data, names, outcome
 from workshop.kernels.cases import COMPILED, GBS, HOST, OURS, PLAIN, Case
@@ -47,9 +47,9 @@ ORDER_OF_SUMS = 2.0**-20
 
 BUDGET_MS = 300.0  # for one contender's samples of one phase, of which slow ones take fewer
 MIN_SAMPLES = 5
-TURN_MS = 0.5
-"""What the judge's time of a turn may have beside the contender's: two messages, the reading of as
-much memory as the cache holds, the launch, and the wait for the device."""
+TURN_MS = 1.0
+"""What the judge's time of a turn may have beside the contender's: two messages, the reading of
+more memory than the cache holds, the launch, and the wait for the device."""
 
 NO_MEMORY = "this device has no memory for the check"
 
@@ -156,8 +156,8 @@ class Turns:
     told_ms: list[float] = field(default_factory=list)
     judge_ms: list[float] = field(default_factory=list)
     waited_ms: float = 0.0
-    answer: tuple[int, int, int, dict[str, Tensor]] | None = None
-    """Seed of the arguments, index of the call, seed and content of its sketches."""
+    answer: tuple[int, int, tuple[dict[str, Tensor], int]] | None = None
+    """Seed of the arguments, index of the call that is compared, its sketches and their seed."""
 
 
 class Judge:
@@ -209,17 +209,13 @@ class Judge:
             run.flops_per_step = sum(amounts.values())
         return run
 
-    def _ask(self, kind: str, run: LabRun, /, **values: Any) -> dict[str, Any] | str:
+    def _ask(self, kind: str, run: LabRun, /, **values: Any) -> Message | str:
         """The answer, or why the contender refuses."""
         assert self._process is not None
         self._asked = run.variant
         self._process.ask(kind, name=run.variant, **values)
         answer = self._process.answer("answered", "refused")
-        if answer.kind == "answered":
-            return answer.values
-        if answer.values.get("absent"):
-            run.status = "skipped"
-        return str(answer.values.get("why"))
+        return answer if answer.kind == "answered" else str(answer.values.get("why"))
 
     def _measure(self, case: Case, runs: list[LabRun]) -> None:
         self._asked = OURS
@@ -237,59 +233,56 @@ class Judge:
             self._check(run, seed, truth, allowed)
         del data, truth
         right = [run for run in runs if run.gate.status == "pass"]
-        if self.rounds:
-            for phase in case.phases:
-                self._time(case, phase, right, allowed)
-            self._time_host(right)
+        for phase in (*case.phases, HOST) if self.rounds else ():
+            self._time(case, phase, right, allowed)
 
     def _check(
         self, run: LabRun, seed: int, truth: Mapping[str, Tensor], allowed: Mapping[str, float]
     ) -> None:
-        found = self._ask("check", run, seed=seed)
-        if isinstance(found, str):
-            skips = run.status == "skipped" or run.variant != OURS
-            run.status, run.error = "skipped" if skips else "failed", found
+        answer = self._ask("check", run, seed=seed)
+        if isinstance(answer, str):
+            run.status, run.error = "failed" if run.variant == OURS else "skipped", answer
             return
-        compare(run.gate, *self._sketches(run, None)[::-1], truth, allowed)
+        compare(run.gate, *self._sketches(run, None), truth, allowed)
         run.gate.reference = "the plain version in float64"
-        if run.gate.status == "pass":
-            if found.get("peak_mb"):
-                run.memory_mb = {"peak": _number(found, "peak_mb")}
-            if found.get("overwrites"):
-                add_note(run, "overwrites its arguments or the gradient that it is given")
+        if run.gate.status == "pass" and answer.values.get("peak_mb"):
+            run.memory_mb = {"peak": _number(answer, "peak_mb")}
+        if run.gate.status == "pass" and answer.values.get("overwrites"):
+            add_note(run, "overwrites its arguments or the gradient that it is given")
 
-    def _sketches(self, run: LabRun, index: int | None) -> tuple[int, dict[str, Tensor]]:
-        """Their seed, and those of the check (None) or of a timed call."""
-        assert self._process is not None
+    def _sketches(self, run: LabRun, index: int | None) -> tuple[dict[str, Tensor], int]:
+        """Those of the check (None) or of a timed call, and their seed."""
         seed = new_seed()
-        self._process.ask("sketch", name=run.variant, index=index, seed=seed)
-        found = self._process.answer("outcome").tensors
-        if any(tensor.shape != (BUCKETS,) for tensor in found.values()):
+        answer = self._ask("sketch", run, index=index, seed=seed)
+        if isinstance(answer, str) or any(x.shape != (BUCKETS,) for x in answer.tensors.values()):
             raise Closed("the process answered something else than sketches")
-        return seed, found
+        return answer.tensors, seed
 
     # --- the clock ---
 
     def _time(
         self, case: Case, phase: str, right: list[LabRun], allowed: Mapping[str, float]
     ) -> None:
+        if self.setting.device.type == "cuda":
+            torch.cuda.empty_cache()  # the contenders' memory
         timed = [turns for run in right if (turns := self._prepare(phase, run))]
         for number in range(self.rounds + 1):
             for turns in timed if number % 2 == 0 else timed[::-1]:
                 if number % turns.every == 0:
                     self._turn(turns, number)
-        for run in right[:1]:
-            self._ask("release", run)
+        assert self._process is not None
+        self._process.ask("release")
+        self._process.answer("answered")
         for turns in timed:
-            self._compare(case, phase, turns, allowed)
+            self._finish(case, phase, turns, allowed)
 
     def _prepare(self, phase: str, run: LabRun) -> Turns | None:
         answer = self._ask("prepare", run, phase=phase, seed=new_seed())
         if isinstance(answer, str):
             add_note(run, f"{phase} not timed: {answer}")
             return None
-        if answer.get("note"):
-            add_note(run, str(answer["note"]))
+        if answer.values.get("note"):
+            add_note(run, str(answer.values["note"]))
         calls = int(_number(answer, "calls"))
         sample_ms = _number(answer, "ms") * calls
         samples = min(self.rounds, max(MIN_SAMPLES, BUDGET_MS / sample_ms))
@@ -300,47 +293,33 @@ class Judge:
     def _turn(self, turns: Turns, number: int) -> None:
         assert self._process is not None
         seed, run = new_seed(), turns.run
-        self._ask("load", run, seed=seed)
-        done, seconds, waited = self._process.timed("go", {}, "done", name=run.variant)
+        if isinstance(refused := self._ask("load", run, seed=seed), str):
+            raise Closed(refused)
+        done, seconds, waited = self._process.timed("go", {}, "answered", name=run.variant)
         if number:  # the first is not counted
-            turns.told_ms.append(_number(done.values, "ms"))
+            turns.told_ms.append(_number(done, "ms"))
             turns.judge_ms.append(seconds * 1e3)
             turns.waited_ms += (waited or 0.0) * 1e3
         if number == turns.compared:
             index = secrets.randbelow(turns.calls)
-            turns.answer = seed, index, *self._sketches(run, index)
+            turns.answer = seed, index, self._sketches(run, index)
 
-    def _compare(self, case: Case, phase: str, turns: Turns, allowed: Mapping[str, float]) -> None:
-        """The timed call against the truth, and the times against the judge's."""
+    def _finish(self, case: Case, phase: str, turns: Turns, allowed: Mapping[str, float]) -> None:
+        """Records a phase, and compares the timed call, and the times with the judge's."""
+        run = turns.run
+        run.phase_ms[phase] = [ms / turns.calls for ms in turns.told_ms]
+        if phase == HOST:
+            return
+        run.judge_ms = (run.judge_ms or 0.0) + timing.median(turns.judge_ms) / turns.calls
+        run.audit.failures += wrong_times(turns, phase)
         assert turns.answer is not None
-        seed, index, sketch_seed, found = turns.answer
+        seed, index, found = turns.answer
         data = draw_data(case, self.setting, seed)
         moved = data.fresh()
         moved.fill(data, index)
         truth = in_parts(case, moved, torch.float64)
-        run, wanted = turns.run, names(case, phase)
-        run.audit.failures += wrong_times(turns, phase)
-        truth = {name: truth[name] for name in wanted}
-        compare(run.audit, found, sketch_seed, truth, allowed, f"timed {phase}: ")
-        run.phase_ms[phase] = [ms / turns.calls for ms in turns.told_ms]
-        run.judge_ms = (run.judge_ms or 0.0) + timing.median(turns.judge_ms) / turns.calls
-
-    def _time_host(self, right: list[LabRun]) -> None:
-        timed = []
-        for run in right:
-            answer = self._ask("prepare", run, phase=HOST, seed=new_seed())
-            if isinstance(answer, str):
-                add_note(run, f"host not timed: {answer}")
-            else:
-                timed.append(run)
-                run.phase_ms[HOST] = []
-        for number in range(self.rounds):
-            for run in timed if number % 2 == 0 else timed[::-1]:
-                answer = self._ask("host", run)
-                assert not isinstance(answer, str)
-                run.phase_ms[HOST].append(_number(answer, "ms"))
-        for run in right[:1]:
-            self._ask("release", run)
+        wanted = {name: truth[name] for name in names(case, phase)}
+        compare(run.audit, *found, wanted, allowed, f"timed {phase}: ")
 
     # --- the verdict ---
 
@@ -358,15 +337,17 @@ class Judge:
 
     def _settle(self, case: Case, run: LabRun) -> None:
         """Gives a record its status, and what follows from its times."""
-        row = Row(run)
+        row, peaks = Row(run), chips.find_peaks(str(run.device["name"]))
+        limit = peaks and (peaks.bandwidth_gbs if case.unit == GBS else run.peak_tflops)
         for phase in case.phases:
-            rate, ceiling = row.rate(phase), row.ceiling
-            if rate and ceiling and rate > IMPOSSIBLE * ceiling:
-                run.audit.status = "fail"
-                run.audit.failures.append(
-                    f"timed {phase}: {rate:,.0f} {case.unit}, {rate / ceiling:,.1f} times what a "
-                    "large copy or product reaches here"
-                )
+            if rate := row.rate(phase):
+                words = f"{phase}: {rate:,.0f} {case.unit}, more than"
+                if limit and rate > limit:
+                    run.plausibility.append(f"{words} the chip's {limit:,.0f}")
+                if row.ceiling and rate > IMPOSSIBLE * row.ceiling:
+                    times = f"{IMPOSSIBLE:g} times what a large copy or product reaches here"
+                    run.audit.failures.append(f"timed {words} {times}")
+                    run.audit.status = "fail"
         if run.refused:
             run.status = "gate failed" if run.gate.status == "fail" else "audit failed"
             run.phase_ms, run.memory_mb, run.judge_ms = {}, {}, None
@@ -377,19 +358,11 @@ class Judge:
             if not run.step_ms:
                 untimed = f"not timed: {run.metrics.get('note')}"
                 run.status, run.error = "skipped", untimed if self.rounds else NOTHING_TIMED
-        limit = None
-        if peaks := chips.find_peaks(str(run.device["name"])):
-            limit = peaks.bandwidth_gbs if case.unit == GBS else run.peak_tflops
-        run.plausibility = [
-            f"{phase}: {rate:,.0f} {case.unit}, more than the chip's {limit:,.0f}"
-            for phase in case.phases
-            if (rate := row.rate(phase)) and limit and rate > limit
-        ]
 
 
-def _number(values: Mapping[str, Any], name: str) -> float:
+def _number(answer: Message, name: str) -> float:
     """A positive number of an answer. Raises Closed: it is none."""
-    value = values.get(name)
+    value = answer.values.get(name)
     if not isinstance(value, (int, float)) or not LEAST <= value <= MOST:
         raise Closed(f"the process answered that {name} is {value!r:.40}")
     return value

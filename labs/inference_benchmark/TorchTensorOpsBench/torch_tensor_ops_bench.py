@@ -41,6 +41,8 @@ from tensor_ops import COPY, DEFAULT_DIM, KINDS, MATRIX, MODEL_OPS, OPS, PREDEFI
 
 from workshop import errors, records, results  # noqa: E402
 from workshop.arguments import count, parse  # noqa: E402
+from workshop.compare import tables  # noqa: E402
+from workshop.compare.tables import Line, Table  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.gate import plausibility  # noqa: E402
 from workshop.labs import LabRun  # noqa: E402
@@ -254,8 +256,6 @@ def cache_bytes(device: torch.device) -> int:
 
 HEADER = ("op", "shapes", "ms", "rate", "of ceiling", "of sheet", "roof", "error (allowed)",
           "verdict")  # fmt: skip
-WIDTH = 100
-"""Columns of a terminal that the table takes at most."""
 STYLES = {FAIL: "red", IMPLAUSIBLE: "red", NO_MEMORY: "yellow", SKIPPED: "dim"}
 
 
@@ -335,11 +335,13 @@ class Report:
             f"before each call the cache of {self.cache / 1e6:,.0f} MB is emptied",
         ]
 
+    def table(self) -> Table:
+        lines = [Line(self.cells(row), STYLES.get(self.status(row))) for row in self.rows]
+        title = f"{self.title}, {self.measurement.device['name']}"
+        return Table(title, HEADER, lines, self.notes(), left=(0, 1), wraps=(1,))
+
     def as_markdown(self) -> str:
-        table = [HEADER, ("---",) * len(HEADER), *map(self.cells, self.rows)]
-        lines = [f"# {self.title}, {self.measurement.device['name']}", ""]
-        lines += [f"| {' | '.join(cells)} |" for cells in table]
-        return "\n".join([*lines, "", *(f"- {note}" for note in self.notes())]) + "\n"
+        return tables.markdown([self.table()], heading="#") + "\n"
 
     def record(self, row: Row) -> LabRun:
         """The row as a run of a lab, whose step is a call."""
@@ -386,27 +388,8 @@ class Report:
     def show(self) -> None:
         if importlib.util.find_spec("rich") is None:
             print(self.as_markdown())
-            return
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        console = Console(highlight=False, markup=False)
-        console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-        title = f"{self.title}, {self.measurement.device['name']}"
-        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
-                      show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
-        lines = [self.cells(row) for row in self.rows]
-        shown = [i for i in range(len(HEADER)) if any(cells[i] != "-" for cells in lines)]
-        for i in shown:
-            words = re.sub(r" (?=ceiling|sheet|\()", "\n", HEADER[i])
-            table.add_column(words, justify="right" if 2 <= i < 8 else "left", no_wrap=i >= 2,
-                             overflow="fold")  # fmt: skip
-        for row, cells in zip(self.rows, lines, strict=True):
-            table.add_row(*(cells[i] for i in shown), style=STYLES.get(self.status(row)))
-        console.print(table)
-        for line in self.notes():
-            console.print(f"  {line}", soft_wrap=True)
+        else:
+            tables.print_tables([self.table()])
 
     def write(self, folder: Path) -> list[Path]:
         """The result file, a table, and a picture where there is matplotlib and a time."""
