@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from stored_runs import lab_run
 from torch import Tensor
 
+from labs.inference_benchmark import documents
 from workshop import records
 from workshop.errors import ANSWER_IS_NO, DONE, WRONG_USAGE
 from workshop.labs import LabRow, LabRun, build_rows
 from workshop.profilers import load as profiles
-from workshop.roofline.ceilings import Measurement
+from workshop.results import Parity
 from workshop.roofline.model import COMPUTE, DATA_SHEET, MEASURED, MEMORY
 from workshop.run import hardware
 from workshop.run.precision import PRECISIONS
@@ -37,10 +39,11 @@ SIZES |= dict.fromkeys(("bmm", "baddbmm"), ("3-65-40", "3-40-33"))
 GBS, FP32_TFLOPS = 10.0, 0.1
 
 
-def measurement(**device: str) -> Measurement:
-    described: dict[str, Any] = {"type": "cpu", "name": "a CPU", **device}
-    rates = GBS, {"fp32": FP32_TFLOPS}
-    return Measurement(described, {"torch": "2"}, "2026-01-01T00:00:00", *rates, session="1")
+def measurement(**device: str) -> LabRun:
+    changes = {"lab": documents.BENCH, "unit": "calls", "units_per_step": 1, "baseline": ""}
+    rates = {"ceiling_gbs": GBS, "ceiling_tflops": FP32_TFLOPS, "options": {"precision": "fp32"}}
+    about = {"device": {"type": "cpu", "name": "a CPU", **device}, "gate": Parity()}
+    return lab_run(**changes, **rates, **about, memory_mb={})
 
 
 @pytest.fixture(autouse=True)

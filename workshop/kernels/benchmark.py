@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _benchmark(arguments: argparse.Namespace) -> int:
-    errors.require("rich", "msgspec")
+    errors.require("rich")
     if reason := versions.missing(versions.get_version("v3")):
         raise NotOnThisMachine(reason)
     interpreted = interpreter.asked_for() or not torch.cuda.is_available()

@@ -12,7 +12,6 @@ device, which has done all earlier work by then.
 import contextlib
 import functools
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -358,7 +357,3 @@ def _how_many(
     wanted = max(long_enough, math.ceil(CACHE_MULTIPLE * cache / arguments))
     memory = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
     return max(1, min(wanted, int(memory / (arguments + 1e6 * kept_mb))))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

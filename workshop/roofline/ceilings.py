@@ -217,9 +217,11 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _of_benchmark(path: Path) -> Measurement | None:
     """None for a benchmark of kernels in Triton's interpreter, which measured no ceilings."""
-    for run in records.load_runs(path, LabRun):
-        if run.ceiling_gbs and run.ceiling_tflops:
-            tflops = {str(run.options.get("precision")): run.ceiling_tflops}
-            software = run.device, run.software, run.created
-            return Measurement(*software, run.ceiling_gbs, tflops, run.session, run.git_commit)
-    return None
+    timed = (run for run in records.load_runs(path, LabRun) if run.ceiling_gbs)
+    return next(map(of_run, timed), None)
+
+
+def of_run(run: LabRun) -> Measurement:
+    """What a timed run of a benchmark has measured."""
+    rates = run.ceiling_gbs or 0.0, {str(run.options.get("precision")): run.ceiling_tflops or 0.0}
+    return Measurement(run.device, run.software, run.created, *rates)

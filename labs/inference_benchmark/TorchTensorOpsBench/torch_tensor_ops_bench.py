@@ -16,6 +16,7 @@ can't hold.
 """
 
 import argparse
+import copy
 import dataclasses
 import importlib.util
 import math
@@ -50,7 +51,7 @@ from workshop.records import Comparison  # noqa: E402
 from workshop.results import FAIL, PASS, SKIPPED, Parity, Status  # noqa: E402
 from workshop.roofline import ceilings, model  # noqa: E402
 from workshop.roofline.model import COMPUTE, DATA_SHEET, MEASURED, MEMORY, Point, Roofline  # noqa: E402
-from workshop.run import hardware, timing  # noqa: E402
+from workshop.run import hardware, lab_record, timing  # noqa: E402
 from workshop.run.precision import Precision, get_precision, kept_matmul_mode  # noqa: E402
 from workshop.run.timing import StepClock  # noqa: E402
 
@@ -264,7 +265,8 @@ class Report:
     """All rows under the ceilings of this run."""
 
     rows: list[Row]
-    measurement: ceilings.Measurement
+    measured: LabRun
+    """The record that each row begins as."""
     cache: int
 
     @property
@@ -274,10 +276,10 @@ class Report:
     @cached_property
     def limits(self) -> Roofline:
         """Without points."""
-        name = str(self.measurement.device["name"])
-        on_gpu = self.measurement.device["type"] == "cuda"
+        name = str(self.measured.device["name"])
+        on_gpu = self.measured.device["type"] == "cuda"
         listed = ceilings.from_data_sheet(name) if on_gpu else []
-        return Roofline(self.title, name, [], listed + self.measurement.ceilings())
+        return Roofline(self.title, name, [], listed + ceilings.of_run(self.measured).ceilings())
 
     @cached_property
     def roofline(self) -> Roofline:
@@ -327,7 +329,7 @@ class Report:
         lines = [f"{'; '.join(labels)}: {note}" for note, labels in found.items()]
         if any(row.status == CACHED for row in self.rows):
             lines.append(f"{CACHED}: it fits in the cache, where its result may stay")
-        measured = ", ".join(map(model.ceiling_text, self.measurement.ceilings()))
+        measured = ", ".join(map(model.ceiling_text, ceilings.of_run(self.measured).ceilings()))
         return [
             *lines,
             *model.flags(self.roofline),
@@ -337,7 +339,7 @@ class Report:
 
     def table(self) -> Table:
         lines = [Line(self.cells(row), STYLES.get(self.status(row))) for row in self.rows]
-        title = f"{self.title}, {self.measurement.device['name']}"
+        title = f"{self.title}, {self.measured.device['name']}"
         return Table(title, HEADER, lines, self.notes(), left=(0, 1), wraps=(1,))
 
     def as_markdown(self) -> str:
@@ -345,29 +347,16 @@ class Report:
 
     def record(self, row: Row) -> LabRun:
         """The row as a run of a lab, whose step is a call."""
-        measured, moves = self.measurement, row.kind == MEMORY
-        (tflops,) = measured.tflops.values()
-        shown = self.status(row)
-        run = LabRun(
-            session=measured.session,
-            device=measured.device,
-            software=measured.software,
-            git_commit=measured.git_commit,
-            created=measured.created,
-            parent_command=results.own_command()[1:],
-            options={"precision": row.dtype, "cache_bytes": self.cache},
+        shown, moves = self.status(row), row.kind == MEMORY
+        run = dataclasses.replace(
+            copy.deepcopy(self.measured),
             status=STATUS.get(shown, "complete"),
             error=row.note if shown in (NO_MEMORY, SKIPPED) else None,
             step_ms=row.samples_ms,
-            lab=FOLDER.name,
             subject=f"{len(self.rows)} operators",
             variant=row.label,
-            unit="calls",
-            units_per_step=1,
             bytes_per_step=row.amounts.moved if moves else None,
             flops_per_step=None if moves else row.amounts.operations,
-            ceiling_gbs=measured.copy_gbs,
-            ceiling_tflops=tflops,
             metrics=dataclasses.asdict(row.amounts)
             | {"category": row.category, "cached": row.status == CACHED, "trace": row.trace},
         )
@@ -491,7 +480,7 @@ def _benchmark(arguments: argparse.Namespace) -> int:
     interrupted = False
     with kept_matmul_mode():
         precision.set_matmul_mode()
-        measurement = measure_ceilings(setting)
+        measured = measure_ceilings(setting)
         try:
             for row in measure_rows(cases, setting):
                 rows.append(row)
@@ -499,7 +488,7 @@ def _benchmark(arguments: argparse.Namespace) -> int:
             interrupted = True
             if not rows:
                 raise
-    report = Report(rows, measurement, setting.cache)
+    report = Report(rows, measured, setting.cache)
     earlier = (folder / "ops.md").exists()
     written = report.write(folder)
     report.show()
@@ -522,17 +511,20 @@ def exit_code(rows: list[Row]) -> int:
     return errors.ANSWER_IS_NO if wrong or no_room else errors.DONE
 
 
-def measure_ceilings(setting: Setting) -> ceilings.Measurement:
-    """A large copy and product on this device at this precision."""
-    tflops = hardware.measure_matmul_tflops(setting.device, setting.precision.autocast_dtype)
-    return ceilings.Measurement(
-        device=hardware.describe(setting.device),
-        software=results.describe_software(),
-        created=results.now(),
-        copy_gbs=hardware.measure_copy_gbs(setting.device),
-        tflops={setting.precision.name: tflops},
-        session=results.new_session(),
-        git_commit=results.git_commit(),
+def measure_ceilings(setting: Setting) -> LabRun:
+    """A record, with a large copy and product on this device at this precision."""
+    return lab_record.begin(
+        *(setting.device, setting.precision.name, "", ("--output-dir",)),
+        lab=FOLDER.name,
+        subject="",
+        variant="",
+        unit="calls",
+        units_per_step=1,
+        options={"precision": setting.precision.name, "cache_bytes": setting.cache},
+        ceiling_gbs=hardware.measure_copy_gbs(setting.device),
+        ceiling_tflops=hardware.measure_matmul_tflops(
+            setting.device, setting.precision.autocast_dtype
+        ),
     )
 
 
