@@ -22,7 +22,7 @@ Outcome = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Setting:
-    """What holds for all cases. `stream` is the current one, a side stream, on a GPU."""
+    """The device and precision of all cases. `stream` is the current one, on a GPU."""
 
     device: torch.device
     precision: Precision
@@ -90,7 +90,7 @@ def as_tuple(results: Tensor | Tensors) -> Tensors:
 
 
 def gradients(results: Tensors, data: Data, *, retain_graph: bool) -> tuple[Tensor | None, ...]:
-    """Of the arguments that want one; None where the backward pass does not reach it."""
+    """The gradients that are wanted; None where the backward pass does not reach an argument."""
     wanted = [tensor for tensor in data.arguments if tensor.requires_grad]
     reached = [
         (result, upstream.to(result.dtype))
@@ -121,5 +121,5 @@ def outcome(case: Case, function: Function, data: Data) -> Outcome:
 
 
 def sketches(found: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
-    """Of what is there: (BUCKETS,) each, fp64."""
+    """A sketch of each tensor that is there: (BUCKETS,), fp64."""
     return {name: sketch(one, name, seed) for name, one in found.items() if one is not None}

@@ -127,13 +127,13 @@ class Contest:
         function, data = self.functions[name], draw_data(self.case, self.setting, seed)
         own = data.fresh()
         self._found = outcome(self.case, function, own)
-        peak_mb = None  # of a CPU, of which PyTorch keeps no peak
+        peak_mb = None  # PyTorch keeps no peak of a CPU
         if self.setting.device.type == "cuda":
             peak_mb = self._peak_mb[name] = _peak_mb(self.case, function, data.fresh())
         return {}, {"overwrites": own.differs(data), "peak_mb": peak_mb}
 
     def _sketch(self, name: str, seed: int, index: int | None) -> Answer:
-        """Of a timed call, or of the check (None)."""
+        """Sketches of a timed call, or of the check (None)."""
         found = self._found if index is None else self._programs[name].outputs[index]
         return sketches(found, seed), {}
 
@@ -179,7 +179,7 @@ def _compiled(function: Function, device: torch.device) -> Function:
 
 
 def _peak_mb(case: Case, function: Function, data: Data) -> float:
-    """Of a forward and backward pass that is not the first, beyond its arguments."""
+    """The peak of a forward and backward pass that is not the first, beyond its arguments."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -239,7 +239,7 @@ class Program:
         self._busy = _filler(CACHE_MULTIPLE * cache, setting.device)
 
     def _forward(self) -> None:
-        """What comes before a backward pass, outside of the clock."""
+        """The forward pass before a backward pass, outside of the clock."""
         if self._phase == BACKWARD:
             self._results = [as_tuple(self._function(*own.arguments)) for own in self.sets]
 
@@ -280,7 +280,7 @@ class Program:
         return clock.durations_ms()[0] / calls
 
     def _eager_ms(self) -> float:
-        """What a call takes launched from Python, after the first ones, which compile and
+        """The time of a call launched from Python, after the first ones, which compile and
         allocate."""
         clock = StepClock(self._setting.device)
         self._begin()

@@ -12,8 +12,9 @@ The clock: from "go" to "done" of each turn. The process's own times, by events 
 kept, and must add up to the judge's. Arguments are drawn anew for each turn. Of one turn, which the
 process can't know, one call is compared as in the check: if it is wrong, the row has no times.
 
-What it misses: work that begins when the arguments are there, before "go", and what is told of
-memory and the host's time.
+What it misses: work that begins when the arguments are there, before "go", or ends after "done",
+when a sketch is asked for; times that are too short by less than TURN_MS; false figures of memory
+and of the host's time.
 """
 
 import copy
@@ -41,15 +42,16 @@ from workshop.run import chips, timing
 MULTIPLE = 2.0
 """How far from the truth a contender may be, in units of the plain version's own distance."""
 ROUNDING_UNITS = 2.0
-"""To which is added: so many roundings of one number, for what the plain version gets by luck."""
+"""Added to it: roundings of one number, for what the plain version gets by luck."""
 ORDER_OF_SUMS = 2.0**-20
 """And what fp32 sums of some thousand terms differ by when they are added in another order."""
 
 BUDGET_MS = 300.0  # for one contender's samples of one phase, of which slow ones take fewer
 MIN_SAMPLES = 5
 TURN_MS = 1.0
-"""What the judge's time of a turn may have beside the contender's: two messages, the reading of
-more memory than the cache holds, the launch, and the wait for the device."""
+"""The part of the judge's time of a turn that is not the contender's: two messages, the reading of
+more memory than the cache holds, the launch, and the wait for the device. A sample of SAMPLE_MS can
+be understated by as much."""
 
 NO_MEMORY = "this device has no memory for the check"
 
@@ -150,7 +152,7 @@ class Turns:
     run: LabRun
     calls: int
     every: int
-    """Takes part in each so many-th round."""
+    """1: it takes part in each round, 2: in each second one."""
     compared: int
     """The round of which a call is compared."""
     told_ms: list[float] = field(default_factory=list)

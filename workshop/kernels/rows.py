@@ -49,7 +49,7 @@ class Row:
 
     @property
     def ceiling(self) -> float | None:
-        """What a large copy or product reached in the same run, in `unit`."""
+        """The rate of a large copy or product in the same run, in `unit`."""
         return self.run.ceiling_gbs if self.unit == GBS else self.run.ceiling_tflops
 
     @property
@@ -93,7 +93,7 @@ class Row:
         return self.amounts[phase] / (median / 1e3) / UNITS[self.unit] if median else None
 
     def share(self, phase: str) -> float | None:
-        """Of the ceiling."""
+        """The share of the ceiling."""
         rate = self.rate(phase)
         return rate / self.ceiling if rate and self.ceiling else None
 
@@ -137,7 +137,7 @@ class Best:
 
 
 def against_fastest(rows: list[Row]) -> list[Best]:
-    """Of each operator that has a time, ours and another's."""
+    """One for each operator that has a time."""
     found = []
     for group in by_op([row for row in rows if row.run.phase_ms]):
         size = max(group, key=lambda row: sum(row.amounts.values())).size
