@@ -161,7 +161,7 @@ def test_replicas_are_on_the_gpus_that_are_named(monkeypatch: pytest.MonkeyPatch
 def test_the_processes_of_a_study_are_on_the_gpu_that_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def planned(flags: list[str]) -> None:
+    def planned(flags: list[str], *_: str) -> None:
         raise Placed(" ".join(flags))
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

@@ -14,6 +14,7 @@ from labs.inference_benchmark import (
     networks,
     own_runs,
     peer_timm,
+    proof,
     request,
     single,
     studies,
@@ -21,6 +22,7 @@ from labs.inference_benchmark import (
 from labs.inference_benchmark.micro_benchmarking_pytorch import main
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop.errors import WorkshopError
+from workshop.judge.turn import Turn
 
 CPU = torch.device("cpu")
 needs_timm = pytest.mark.skipif(not importlib.util.find_spec("timm"), reason="timm is missing")
@@ -33,6 +35,13 @@ def bench(variant: Variant) -> measure.Bench:
     return measure.make_bench(Setting(network, CPU, 2, seed=1), variant, record, False)
 
 
+def timed(one: measure.Bench, iterations: int) -> measure.Measured:
+    steps = range(1, 1 + iterations)
+    check = proof.InferenceCheck(one.setting, one.variant, steps, lambda: one.model, 1)
+    one.turn = Turn(False, check)
+    return peer_timm.measure_timm(one, iterations, warmup=1, say=print)
+
+
 @pytest.mark.slow
 @needs_timm
 @pytest.mark.parametrize(
@@ -40,7 +49,7 @@ def bench(variant: Variant) -> measure.Bench:
 )
 def test_timm_s_row_is_proven_and_timed(variant: Variant) -> None:
     one = bench(variant)
-    measured = peer_timm.measure_timm(one, iterations=3, warmup=1, say=print)
+    measured = timed(one, 3)
     assert one.run.gate.status == "pass", one.run.gate.failures
     assert one.run.variant.startswith(f"timm, {variant.precision}")
     assert len(measured.step_ms) == 3 and len(measured.losses) == 4
@@ -58,7 +67,7 @@ def test_a_peer_that_computes_something_else_is_red(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(peer_timm, "build", spoilt)
     one = bench(Variant(peer="timm"))
-    peer_timm.measure_timm(one, iterations=2, warmup=1, say=print)
+    timed(one, 2)
     assert one.run.gate.status == "fail"
 
 

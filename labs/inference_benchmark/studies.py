@@ -237,7 +237,9 @@ def _plan(
 ) -> studies.Plan:
     run = single.planned(flags, arguments.study, session)
     run.baseline = baseline
-    return studies.Plan([sys.executable, str(PROGRAM), *flags], [run], arguments.output_dir)
+    command = [sys.executable, str(PROGRAM), *flags]
+    check = single.planned_check(flags)
+    return studies.Plan(command, [run], arguments.output_dir, check=check)
 
 
 def _write(rows: list[LabRow], folder: Path, name: str) -> None:

@@ -105,18 +105,20 @@ class Candidate:
         spans: Spans = []
         judge_ms = waited_ms = 0.0
         check = self.plan.check
-        while (message := self._process.answer("begin", "finished", "measured")).kind == "begin":
+        judged = copy.deepcopy(planned)
+        kinds = ("begin", "finished", "measured")
+        while (message := self._process.answer(*kinds)).kind != "measured":
+            if message.kind == "finished":
+                if check:
+                    check.judge(self._ask, judged)
+                self._process.ask("enough")
+                continue
             tensors, values = check.draw() if check else ({}, {})
             done, seconds, waited = self._process.timed("go", tensors, "done", **values)
             spans.append(_times(done))
+            judged.step_ms += spans[-1]
             judge_ms += seconds * 1e3
             waited_ms += (waited or 0.0) * 1e3
-        judged = copy.deepcopy(planned)
-        if message.kind == "finished":
-            if check:
-                check.judge(self._ask, judged)
-            self._process.ask("enough")
-            message = self._process.answer("measured")
         run = _filled(planned, message)
         if check and run.status == "complete":
             _take_verdict(run, judged)
@@ -130,6 +132,8 @@ class Candidate:
 
 def _take_verdict(run: LabRun, judged: LabRun) -> None:
     """What the process told of its gate and audit does not count."""
+    if judged.gate.status == judged.audit.status == "not run":
+        raise Nonsense("the process told what it measured before it was judged")
     run.gate, run.audit = judged.gate, judged.audit
     run.metrics |= judged.metrics
     if run.refused:
