@@ -1,6 +1,5 @@
 """Steps that are done again: which of a run's, and what decides where rounding hides the rest."""
 
-import copy
 import dataclasses
 import math
 import random
@@ -15,20 +14,19 @@ from torch import Tensor, nn
 from workshop.gate import steps
 from workshop.gate.steps import Outcome, Sgd, State, Step, Watch
 from workshop.judge.pipe import Message
-from workshop.judge.turn import Shown
 from workshop.results import Run
 
 SGD = Sgd(0.9, lambda number: 0.1)
 SHAPES = {f"{kind} weight": torch.Size([8]) for kind in ("weight", "momentum")}
 
 
-def state(value: float, loss_scale: float = 1.0) -> State:
-    ones = {"weight": torch.full((8,), value)}
-    return State(ones, copy.deepcopy(ones), {}, loss_scale)
+def state(value: float, loss_scale: float = 1.0) -> Message:
+    tensors = {name: torch.full(shape, value) for name, shape in SHAPES.items()}
+    return Message("shown", {"loss": 1.0, "loss_scale": loss_scale}, tensors)
 
 
-def answering(shown: Shown) -> Callable[..., Message]:
-    return lambda **question: Message("shown", dict(shown[1]), dict(shown[0]))
+def showing(message: Message) -> Callable[..., Message]:
+    return lambda show: message
 
 
 def a_run(**changes: Any) -> Run:
@@ -38,11 +36,11 @@ def a_run(**changes: Any) -> Run:
 def watched(total: int, scales: dict[int, float], first: int = 0) -> list[int]:
     """The steps that were kept of a run, whose scale is 1 after those that are not in `scales`."""
     watch, run, done = Watch(SGD, SHAPES, random.SystemRandom(), total, first), a_run(), first
-    shown = state(0.0).shown([])
-    while not watch.see(answering(shown), run):
+    shown = state(0.0)
+    while not watch.see(showing(shown), run):
         run.step_ms += [1.0] * (watch.until - done)
         done = watch.until
-        shown = state(float(done), scales.get(done - 1, 1.0)).shown([torch.tensor(1.0)])
+        shown = state(float(done), scales.get(done - 1, 1.0))
     assert done == total and not watch.failures
     for step in watch.steps:
         assert step.before.weights["weight"][0] == (step.number if step.number > first else 0)
@@ -53,16 +51,16 @@ def watched(total: int, scales: dict[int, float], first: int = 0) -> list[int]:
     ("changes", "shown", "said"),
     [
         ({"step_ms": [1.0] * 2}, state(0.0), "it has done 2 steps where 0 were asked for"),
-        ({}, State({}, {}, {}, 1.0), "are not the network's"),
+        ({}, Message("shown"), "are not the network's"),
         ({"status": "interrupted"}, None, ""),
     ],
     ids=("other steps", "no state", "interrupted"),
 )
 def test_a_run_that_shows_no_steps_is_not_looked_at(
-    changes: dict[str, Any], shown: State, said: str
+    changes: dict[str, Any], shown: Message, said: str
 ) -> None:
     watch = Watch(SGD, SHAPES, random.SystemRandom(), 5)
-    assert watch.see(lambda **_: answering(shown.shown([]))(), a_run(**changes))
+    assert watch.see(showing(shown), a_run(**changes))
     verdict = watch.verdict(lambda *_: (0.0, {}, {}), "fp32", 8)
     assert verdict.status == "fail" and said in "; ".join(verdict.failures)
 
@@ -136,9 +134,9 @@ def test_the_update_is_pytorchs(nesterov: bool) -> None:
     watches = [Watch(rule, steps.shapes_of(model), random.Random(1), 3) for rule in rules]
     run, losses = a_run(), list[Tensor]()
     for _ in range(4):
-        shown = State.of(model, optimizer, scaler).shown(losses)
+        tensors, values = steps.shown(model, optimizer, scaler, losses)
         for watch in watches:
-            watch.see(answering(shown), run)
+            watch.see(showing(Message("shown", values, tensors)), run)
         optimizer.zero_grad()
         loss = model(torch.randn(50, 30)).square().mean()
         loss.backward()

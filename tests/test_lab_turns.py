@@ -116,7 +116,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     (tmp_path / "program.py").write_text(STAND_IN)
     monkeypatch.setattr(studies, "PROGRAM", tmp_path / "program.py")
     monkeypatch.setattr(networks, "NAMES", NAMES)
-    monkeypatch.setattr(single, "planned_check", lambda flags: TakesItsWord())
+    monkeypatch.setattr(single, "check_of", lambda *_: TakesItsWord())
     monkeypatch.setattr(studies, "_half", lambda device: "bf16")
     monkeypatch.setattr(turns, "FIXED_MS", 1e6)  # these times are invented
     made = StandIn(tmp_path)
@@ -212,8 +212,8 @@ def test_an_interrupt_ends_all_and_keeps_what_is_complete(
 def test_the_program_waits_for_its_turn(mode: str, tmp_path: Path) -> None:
     flags = ["--network", "resnet18", *FLAGS[2:], "--iterations", "2", "--warmup-iterations", "1"]
     flags += ["--mode", mode]
-    planned = single.planned(flags, "compare precision", "s")
-    command, check = [sys.executable, str(PROGRAM), *flags], single.planned_check(flags)
+    planned, check = single.planned(flags, "compare precision", "s")
+    command = [sys.executable, str(PROGRAM), *flags]
     begun = results.now()
     (run,) = turns.in_turns([turns.Plan(command, [planned], tmp_path, check=check)], 1)
     assert run.status == "complete" and run.ceiling_tflops and run.created > begun, run.failure

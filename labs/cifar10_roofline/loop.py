@@ -22,7 +22,7 @@ from labs.cifar10_roofline.data import Dataset
 from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
 from workshop import errors, labs, records, results
 from workshop.errors import OutOfMemory, WorkshopError
-from workshop.gate.steps import State
+from workshop.gate.steps import shown
 from workshop.judge.turn import Clock, Shown, Turn
 from workshop.labs import LabRun
 from workshop.run import hardware, lab_record, markers, memory, startup, trainer
@@ -97,7 +97,12 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
     dataset = data.load(arguments.dataset, arguments.data)
     if arguments.warmup is None and saved:
         arguments.warmup = saved["settings"]["warmup"]
-    reference = proof.Reference.asked(arguments, dataset, device, lambda epoch: arguments.seed)
+    reference = proof.Reference(arguments, dataset, device, lambda epoch: arguments.seed)
+    if not reference.epoch_steps:
+        raise WorkshopError(
+            f"--batch-size {arguments.batch_size}: an epoch of {dataset.name} has "
+            f"{reference.epoch_images} images"
+        )
     batches = Batches(
         dataset.train, arguments.batch_size, reference.epoch_images, dataset.flips, device,
         arguments.workers, arguments.data_on_gpu,
@@ -254,7 +259,7 @@ def _show(ready: Run, losses: list[Tensor], show: str) -> Shown:
         assert ready.test_logits is not None
         return {"logits": ready.test_logits.float()}, {}
     training = ready.training
-    return State.of(training.model, training.optimizer, training.scaler).shown(losses)
+    return shown(training.model, training.optimizer, training.scaler, losses)
 
 
 def _end_epoch(ready: Run, times: list[float], losses: list[float]) -> None:

@@ -141,7 +141,7 @@ def _plan(
         loop.time_epochs(run, arguments.epochs)
 
     device, secret = hardware.get_device(arguments.device), random.SystemRandom().getrandbits(64)
-    reference = proof.Reference.asked(
+    reference = proof.Reference(
         arguments, dataset, device, lambda epoch: random.Random(secret + epoch).getrandbits(40)
     )
     check = proof.TrainingCheck(reference, request.precision_of(arguments, device).name)

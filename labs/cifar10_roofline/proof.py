@@ -21,7 +21,6 @@ from torch import Tensor
 from labs.cifar10_roofline import networks
 from labs.cifar10_roofline.batches import Plan
 from labs.cifar10_roofline.data import Dataset
-from workshop.errors import WorkshopError
 from workshop.gate import steps
 from workshop.gate.parity import Measure, as_recorded
 from workshop.gate.steps import State, Watch, plain_arithmetic
@@ -44,67 +43,48 @@ Tensors = dict[str, Tensor]
 class Reference:
     """The training as it was asked for, one plain step at a time."""
 
-    model: str
+    arguments: argparse.Namespace
     dataset: Dataset
     device: torch.device
-    batch_size: int
-    epoch_images: int
-    epochs: int
     seed: Callable[[int], int]
     """Of an epoch's order and crops."""
-    rate: float
-    """The highest."""
-    warmup: int
-    label_smoothing: float
 
-    @staticmethod
-    def asked(
-        arguments: argparse.Namespace,
-        dataset: Dataset,
-        device: torch.device,
-        seed: Callable[[int], int],
-    ) -> "Reference":
-        """Raises WorkshopError for a batch larger than an epoch."""
-        images = arguments.epoch_images or len(dataset.train.labels)
-        if arguments.batch_size > images:
-            raise WorkshopError(
-                f"--batch-size {arguments.batch_size}: an epoch of {dataset.name} has {images} "
-                "images"
-            )
-        of_epoch, warmup = images // arguments.batch_size, arguments.warmup
-        if warmup is None:
-            warmup = min(of_epoch, arguments.epochs * of_epoch // 2)
-        return Reference(
-            *(arguments.model, dataset, device, arguments.batch_size, images, arguments.epochs),
-            *(seed, arguments.lr, warmup, arguments.label_smoothing),
-        )
+    @property
+    def epoch_images(self) -> int:
+        return self.arguments.epoch_images or len(self.dataset.train.labels)
 
     @property
     def epoch_steps(self) -> int:
-        return self.epoch_images // self.batch_size
+        return self.epoch_images // self.arguments.batch_size
 
     @property
     def total(self) -> int:
         """Steps of all epochs."""
-        return self.epochs * self.epoch_steps
+        return self.arguments.epochs * self.epoch_steps
+
+    @property
+    def warmup(self) -> int:
+        given: int | None = self.arguments.warmup
+        return min(self.epoch_steps, self.total // 2) if given is None else given
 
     def sgd(self) -> steps.Sgd:
         return steps.Sgd(0.9, self.learning_rate, WEIGHT_DECAY, nesterov=True)
 
     def learning_rate(self, number: int) -> float:
+        rate = self.arguments.lr
         if number < self.warmup:
-            return self.rate * (number + 1) / self.warmup
+            return rate * (number + 1) / self.warmup
         turn = math.pi * (number - self.warmup) / max(1, self.total - self.warmup)
-        return self.rate * (1 + math.cos(min(turn, math.pi))) / 2
+        return rate * (1 + math.cos(min(turn, math.pi))) / 2
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """The images, uint8 (B, 3, 32, 32), and labels of a step."""
         epoch, index = divmod(number, self.epoch_steps)
         train, mirrored = self.dataset.train, self.dataset.name == "cifar10"
-        seed, images_ = self.seed(epoch), self.epoch_images
-        drawn = Plan.draw(len(train.labels), images_, seed, epoch, mirrored)
+        of_epoch, size = self.epoch_images, self.arguments.batch_size
+        drawn = Plan.draw(len(train.labels), of_epoch, self.seed(epoch), epoch, mirrored)
         images, labels = [], []
-        for i in range(index * self.batch_size, (index + 1) * self.batch_size):
+        for i in range(index * size, (index + 1) * size):
             image = F.pad(train.images[drawn.order[i]], (4, 4, 4, 4))
             image = image[:, drawn.top[i] :, drawn.left[i] :][:, :32, :32]
             images.append(image.flip(-1) if drawn.flip[i] else image)
@@ -127,7 +107,7 @@ class Reference:
         with plain_arithmetic(precision, self.device):
             out = resnet(weights | statistics, self.values(images), training=True)
             loss = F.cross_entropy(
-                out.float(), labels.to(self.device), label_smoothing=self.label_smoothing
+                out.float(), labels.to(self.device), label_smoothing=self.arguments.label_smoothing
             )
         scaled = torch.autograd.grad(loss * before.loss_scale, list(weights.values()))
         gradients = [gradient / before.loss_scale for gradient in scaled]
@@ -178,7 +158,7 @@ class TrainingCheck:
     @functools.cached_property
     def _watch(self) -> Watch:
         reference = self._reference
-        shapes = steps.shapes_of(networks.build(reference.model))
+        shapes = steps.shapes_of(networks.build(reference.arguments.model))
         counts = reference.total, self._first, reference.epoch_steps
         return Watch(reference.sgd(), shapes, self._chance, *counts)
 
@@ -191,9 +171,8 @@ class TrainingCheck:
         if not self._watch.see(ask, run):
             return
         reference, precision = self._reference, self._precision
-        run.gate = self._watch.verdict(
-            reference.step, precision, reference.batch_size, WEIGHT_DECAY
-        )
+        batch_size = reference.arguments.batch_size
+        run.gate = self._watch.verdict(reference.step, precision, batch_size, WEIGHT_DECAY)
         if self._watch.now and not self._watch.failures:
             shown = ask(show="test logits").tensors
             self._test(shown.get("logits", torch.zeros(0)).cpu(), self._watch.now, run)

@@ -21,7 +21,7 @@ from labs.inference_benchmark.modes import (
     inference_step,
     prepare,
 )
-from workshop.gate.steps import State
+from workshop.gate.steps import shown
 from workshop.judge.turn import Clock, Shown, Turn
 from workshop.labs import LabRun
 from workshop.profilers.table import STEP
@@ -232,10 +232,9 @@ class Learning:
     def show(self, show: str) -> Shown:
         """The state after the newest step."""
         training = self.training
-        found = State.of(training.model, training.optimizer, training.scaler)
-        if training.rank:  # DDP overwrites its statistics with those of the first process
-            found.statistics.clear()
-        return found.shown(self.losses)
+        # DDP overwrites the others' statistics with those of the first process.
+        parts = training.model, training.optimizer, training.scaler, self.losses
+        return shown(*parts, statistics=not training.rank)
 
 
 def measure_training(

@@ -183,9 +183,7 @@ class TrainingCheck(InferenceCheck):
 
     @functools.cached_property
     def _watch(self) -> Watch:
-        shapes = steps.shapes_of(self._build())
-        if self._setting.rank:  # which shows none
-            shapes = {name: s for name, s in shapes.items() if not name.startswith("statistic")}
+        shapes = steps.shapes_of(self._build(), statistics=not self._setting.rank)
         return Watch(SGD, shapes, self._chance, self._timed.stop, self._timed.start)
 
     def draw(self) -> Shown:

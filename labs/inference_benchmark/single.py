@@ -182,23 +182,20 @@ def new_run(
     return record
 
 
-def planned(flags: list[str], study: str, session: str) -> LabRun:
-    """The record of a run that a study asks for, before it measures."""
+def planned(flags: list[str], study: str, session: str) -> tuple[LabRun, proof.InferenceCheck]:
+    """The record of a run that a study asks for, before it measures, and what will judge it."""
     arguments = request.build_parser().parse_args(flags)
     device = hardware.get_device(arguments.device)
     network = networks.get_network(arguments.network)
     command = ["micro_benchmarking_pytorch.py", *flags]
-    return new_run(arguments, network, variant_of(arguments), device, study, session, command)
-
-
-def planned_check(flags: list[str]) -> proof.InferenceCheck:
-    """The judge of a run that a study asks for."""
-    arguments = request.build_parser().parse_args(flags)
-    network = networks.get_network(arguments.network)
-    device = hardware.get_device(arguments.device)
+    run = new_run(arguments, network, variant_of(arguments), device, study, session, command)
     setting = Setting(network, device, arguments.batch_size, arguments.seed)
     seed = random.SystemRandom().randrange(2**62)
-    return check_of(arguments, setting, lambda: networks.build(network, setting.seed, device), seed)
+
+    def build() -> nn.Module:
+        return networks.build(network, setting.seed, device)
+
+    return run, check_of(arguments, setting, build, seed)
 
 
 def check_of(

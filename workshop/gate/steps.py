@@ -54,7 +54,7 @@ RATE_ROUNDINGS = 2.0**-18
 
 @dataclass(frozen=True)
 class State:
-    """All that a step changes, on the CPU by the names of the network's tensors."""
+    """All that a step changes, fp32 on the CPU by the names of the network's tensors."""
 
     weights: dict[str, Tensor]
     momentum: dict[str, Tensor]
@@ -64,44 +64,41 @@ class State:
     loss_scale: float
 
     @staticmethod
-    def of(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> "State":
-        weights, momentum = {}, {}
-        for name, weight in model.named_parameters():
-            name = name.removeprefix("module.")  # DistributedDataParallel's
-            found = optimizer.state[weight].get("momentum_buffer")
-            weights[name] = _kept(weight)
-            momentum[name] = torch.zeros_like(weights[name]) if found is None else _kept(found)
-        statistics = {
-            name.removeprefix("module."): _kept(buffer)
-            for name, buffer in model.named_buffers()
-            if name.endswith(("running_mean", "running_var"))
-        }
-        return State(weights, momentum, statistics, scaler.get_scale())
-
-    def shown(self, losses: Sequence[Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors and values of a message, with the newest of the losses."""
-        parts = {"weight": self.weights, "momentum": self.momentum, "statistic": self.statistics}
-        tensors = {f"{part} {name}": t for part, its in parts.items() for name, t in its.items()}
-        loss = float(losses[-1]) if losses else math.nan
-        return tensors, {"loss_scale": self.loss_scale, "loss": loss}
-
-    @staticmethod
-    def of_shown(tensors: Mapping[str, Tensor], loss_scale: float) -> "State":
+    def of(shown: Mapping[str, Tensor], loss_scale: float) -> "State":
         def part(kind: str) -> dict[str, Tensor]:
-            return {
-                name.removeprefix(kind): tensor.float()
-                for name, tensor in tensors.items()
-                if name.startswith(kind)
-            }
+            names = [name for name in shown if name.startswith(kind)]
+            return {name.removeprefix(kind): shown[name].float() for name in names}
 
         return State(part("weight "), part("momentum "), part("statistic "), loss_scale)
 
 
-def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
-    """The shapes of the tensors that a training of the network has to show."""
+def shown(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: Any,
+    losses: Sequence[Tensor],
+    statistics: bool = True,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state of a training as a message has it: fp32 tensors; values, with the newest loss."""
+    tensors = {}
+    for name, weight in model.named_parameters():
+        name = name.removeprefix("module.")  # DistributedDataParallel's
+        found = optimizer.state[weight].get("momentum_buffer")
+        tensors[f"weight {name}"] = _kept(weight)
+        tensors[f"momentum {name}"] = _kept(torch.zeros_like(weight) if found is None else found)
+    for name, buffer in model.named_buffers():
+        if statistics and name.endswith(("running_mean", "running_var")):
+            tensors[f"statistic {name.removeprefix('module.')}"] = _kept(buffer)
+    loss = float(losses[-1]) if losses else math.nan
+    return tensors, {"loss_scale": scaler.get_scale(), "loss": loss}
+
+
+def shapes_of(model: nn.Module, statistics: bool = True) -> dict[str, torch.Size]:
+    """The shapes of what a training of the network has to show."""
     optimizer = torch.optim.SGD(model.parameters())
-    state = State.of(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
-    return {name: tensor.shape for name, tensor in state.shown([])[0].items()}
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    tensors, _ = shown(model, optimizer, scaler, [], statistics)
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _kept(tensor: Tensor) -> Tensor:
@@ -206,13 +203,13 @@ class Watch:
         if done != self.until:
             self.failures.append(f"it has done {done} steps where {self.until} were asked for")
             return True
-        shown = ask(show="state")
-        shapes = {name: tensor.shape for name, tensor in shown.tensors.items()}
-        loss, scale = (shown.values.get(name) for name in ("loss", "loss_scale"))
+        answer = ask(show="state")
+        shapes = {name: tensor.shape for name, tensor in answer.tensors.items()}
+        loss, scale = (answer.values.get(name) for name in ("loss", "loss_scale"))
         if shapes != self._shapes or not (isinstance(loss, float) and isinstance(scale, float)):
             self.failures.append("its weights, momentum and statistics are not the network's")
             return True
-        before, self.now = self.now, State.of_shown(shown.tensors, scale)
+        before, self.now = self.now, State.of(answer.tensors, scale)
         wanted = done - 1 in self._wanted or not self.steps
         # A scaled loss that overflows leaves the step out and lowers the scale.
         if before and wanted and self.now.loss_scale >= before.loss_scale:
