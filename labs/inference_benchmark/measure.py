@@ -101,7 +101,7 @@ class Inputs:
         torch.add(self._pool[self.data.window(index)], self._pattern, out=self.batch)
 
     def bytes(self) -> tuple[int, int]:
-        """Of the batch, and of what waits."""
+        """The batch's size, and the size of all that waits."""
         return memory.tensor_bytes([self.batch]), memory.tensor_bytes([self._pool])
 
 
