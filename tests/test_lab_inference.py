@@ -35,6 +35,7 @@ from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop import labs, results
 from workshop.errors import WorkshopError
+from workshop.judge.pipe import Message
 from workshop.judge.turn import Turn
 from workshop.labs import LabRun
 from workshop.run import markers, memory
@@ -160,6 +161,10 @@ def logits_of_images_before_go(inference: measure.Inference) -> None:
     inference.inputs.take = lambda drawn: None  # type: ignore[method-assign]
 
 
+def no_logits(inference: measure.Inference) -> None:
+    inference.show = lambda places: ({}, {})  # type: ignore[method-assign]
+
+
 def no_work_at_first(inference: measure.Inference) -> None:
     step, steps = inference._step, itertools.count()
     stale = step().clone()
@@ -203,6 +208,7 @@ FAULTS: dict[str, Callable[[measure.Inference], None]] = {
     **{fault.__name__: fault for fault in (
         stale_images, stale_output, half_a_batch, in_bf16, no_head_bias, no_work_at_first,
         no_work_every_second_time, last_image_left_out, logits_of_images_before_go,
+        no_logits,
     )},
     "cached by the first pixel": cached_by(lambda images: float(images[0, 0, 0, 0])),
     "cached by the first pixels": cached_by(lambda images: tuple(images[:, 0, 0, 0].tolist())),
@@ -229,6 +235,14 @@ def test_a_run_that_does_other_work_is_red(
     one = bench(Variant(precision))
     infer(one, 4)
     assert one.run.gate.status == "fail"
+
+
+def test_times_of_more_iterations_than_were_asked_for_are_red() -> None:
+    one = bench(Variant())
+    check = proof.InferenceCheck(one.setting, one.variant, range(1, 4), lambda: one.model, 1)
+    one.run.step_ms = [1.0] * 6
+    check.judge(lambda **_: Message("shown"), one.run)
+    assert one.run.gate.failures == ["it has done 6 iterations of 3"]
 
 
 def test_no_two_iterations_have_the_same_images_and_all_begin_alike() -> None:
