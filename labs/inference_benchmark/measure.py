@@ -138,15 +138,8 @@ class Inference:
         if self._kept:
             self._kept[index % len(self._kept)].copy_(output, non_blocking=True)
 
-    def images_bytes(self) -> int:
-        """Three batches: the input, and two of those that wait. What else waits is for the gate."""
-        return 3 * self.inputs.bytes()[0]
-
-    def spare_bytes(self) -> int:
-        return sum(self.inputs.bytes()) - self.images_bytes()
-
     def live_bytes(self) -> int:
-        return self.weights_bytes + self.images_bytes() + memory.tensor_bytes(self._kept)
+        return self.weights_bytes + 3 * self.inputs.bytes()[0] + memory.tensor_bytes(self._kept)
 
     def losses(self, iterations: range) -> list[float]:
         """The loss of each iteration whose logits are kept; NaN for the others."""
@@ -191,10 +184,11 @@ def measure_inference(bench: Bench, iterations: int, warmup: int, say: Notify) -
     _timed(inference, bench, timed, measured)
     losses = inference.losses(timed[: len(measured.step_ms)])
     measured.losses = [math.nan] * warmup + losses
-    images_bytes, spare = inference.images_bytes(), inference.spare_bytes()
+    batch, pool = inference.inputs.bytes()
+    # The input, and two of the batches that wait. What else waits is for the gate.
     run.memory_mb = memory_of(
         *(bench, measured, inference, inference.weights_bytes, inference.live_bytes),
-        *(images_bytes, spare),
+        *(3 * batch, pool - 2 * batch),
     )
     bench.iteration = inference
     return measured
@@ -263,10 +257,9 @@ def measure_training(
     model = learning.training.model
     weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
     # The images of the other iterations are for the gate.
-    images_bytes, spare = learning.inputs.bytes()
     run.memory_mb = memory_of(
         *(bench, measured, learning, weights, learning.live_bytes),
-        *(images_bytes, spare, learning.training),
+        *(*learning.inputs.bytes(), learning.training),
     )
     bench.iteration = learning
     return measured

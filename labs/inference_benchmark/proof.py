@@ -92,13 +92,13 @@ class InferenceCheck:
         # timm has one batch, and keeps the last step's logits.
         kept = range(1) if self._variant.peer == "timm" else data.kept(done)
         numbers = self._draw_images(data, kept)
-        rows: dict[int, list[int]] = {}  # of the drawn images, by iteration
+        rows: dict[str, list[int]] = {}  # of the drawn images, by iteration
         places: dict[str, list[int]] = {}  # the same in its batch
         for index in kept:
             window = data.window(index)
             inside = [n for n in numbers if window.start <= n < window.stop]
             if inside:
-                rows[index] = [numbers.index(n) for n in inside]
+                rows[str(index)] = [numbers.index(n) for n in inside]
                 places[str(index)] = [n - window.start for n in inside]
         shown = ask(places=places).tensors
         set_arithmetic("fp32")
@@ -107,11 +107,11 @@ class InferenceCheck:
         pattern = self._patterns[self._timed.stop - 1]
         known = find_truth(model, self._variant, data.images[numbers], pattern)
         torch.cuda.empty_cache()
-        shapes = {str(index): known.logits[which].shape for index, which in rows.items()}
+        shapes = {index: known.logits[which].shape for index, which in rows.items()}
         if {name: tensor.shape for name, tensor in shown.items()} != shapes:
             run.gate = Parity("fail", ["it does not show the logits of the images that are drawn"])
             return
-        timed = [(which, shown[str(index)].double().cpu()) for index, which in rows.items()]
+        timed = [(which, shown[index].double().cpu()) for index, which in rows.items()]
         run.gate, run.metrics["top1_agreement"] = of_inference(self._variant, known, timed)
 
     def _draw_images(self, data: Images, kept: range) -> list[int]:
