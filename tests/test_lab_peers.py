@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_lab_inference import judged
 from torch import nn
 
 from labs.inference_benchmark import (
@@ -22,7 +23,6 @@ from labs.inference_benchmark import (
 from labs.inference_benchmark.micro_benchmarking_pytorch import main
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop.errors import WorkshopError
-from workshop.judge.turn import Turn
 
 CPU = torch.device("cpu")
 needs_timm = pytest.mark.skipif(not importlib.util.find_spec("timm"), reason="timm is missing")
@@ -36,10 +36,7 @@ def bench(variant: Variant) -> measure.Bench:
 
 
 def timed(one: measure.Bench, iterations: int) -> measure.Measured:
-    steps = range(1, 1 + iterations)
-    check = proof.InferenceCheck(one.setting, one.variant, steps, lambda: one.model, 1)
-    one.turn = Turn(False, check)
-    return peer_timm.measure_timm(one, iterations, warmup=1, say=print)
+    return judged(one, proof.InferenceCheck, peer_timm.measure_timm, 1, iterations)
 
 
 @pytest.mark.slow
