@@ -307,7 +307,8 @@ def _finish(ready: Run, watch: Watch, epochs: list[list[float]], losses: list[fl
     curves.draw(record.subject, ready.history, ready.path("curves.png"))
     record.single_step_ms = [ms for times in epochs for ms in times]
     time_epochs(record, len(epochs))
-    settling = record.single_step_ms[: len(epochs[0]) if epochs[1:] else SETTLING_STEPS]
+    of_first = len(epochs[0]) if epochs[1:] else min(SETTLING_STEPS, len(epochs[0]) - 1)
+    settling = record.single_step_ms[:of_first]
     record.setup_s |= {"compile": startup.compile_seconds(), "warm_up": sum(settling) / 1e3}
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)

@@ -117,7 +117,7 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def _record(flags: Sequence[str], device: torch.device, session: str, baseline: str = "") -> LabRun:
-    """Of a training that has not begun; raises WorkshopError for flags that can't be."""
+    """The record of a training that has not begun. Raises WorkshopError for flags that can't be."""
     arguments = request.build_parser().parse_args(flags)
     request.check(arguments, device)
     precision = request.precision_of(arguments, device)

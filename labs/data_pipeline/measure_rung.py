@@ -119,7 +119,7 @@ def new_run(
 
 
 def cores() -> int:
-    """That this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -144,7 +144,7 @@ def _too_large(record: LabRun, asked: str) -> OutOfMemory:
 
 
 def rates_of(record: LabRun, images: Images, source: Source, loop: Loop) -> None:
-    """Of one core, into the record."""
+    """Records what one core reads, decodes and prepares in a second."""
     record.metrics |= {
         "storage_per_s": rates.storage_rate(images),  # first: what is mapped can't be dropped
         "read_per_s": rates.read_rate(images),

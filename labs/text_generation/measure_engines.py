@@ -305,7 +305,7 @@ def _plan(study: Study, shape: Shape, kind: Kind) -> studies.Plan:
 
 
 def _after_the_first(run: LabRun, spans: studies.Spans) -> None:
-    """Of each batch the tokens after the first, whose time is the prompts'."""
+    """Takes the tokens after each batch's first one, whose time is the prompts'."""
     run.step_ms = [ms for span in spans for ms in span[1:]]
 
 

@@ -278,7 +278,7 @@ def _floor(of: tuple[float, float], setting: Setting) -> float:
 
 
 def _multiple(setting: Setting) -> float:
-    """Of V1's largest error, what a loss or a last gradient may be off."""
+    """The multiple of V1's largest error that a loss or a last gradient may be off."""
     return FP8_MULTIPLE if setting.precision.float8_recipe else MULTIPLE
 
 

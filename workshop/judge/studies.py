@@ -83,7 +83,8 @@ class Candidate:
             pass  # `measure` says why
         except WorkshopError as error:
             self._end(str(error))
-        timer.cancel()
+        finally:
+            timer.cancel()
 
     def _end(self, problem: str) -> None:
         self._problem = problem
