@@ -75,10 +75,19 @@ def _load_tile(
 
 
 @triton.jit
+def _to_tf32(x):
+    """The nearest numbers of tf32, as fp32: the matrix units cut the lower bits off, and all
+    products would be too small."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr):
     """a @ b + acc, gathered in fp32."""
     if PRECISION == "interpreted":  # the interpreter would multiply the bits of bf16 numbers
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    elif PRECISION == "tf32":
+        acc = tl.dot(_to_tf32(a), _to_tf32(b), acc, input_precision=PRECISION)
     else:
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc
