@@ -12,6 +12,7 @@ use, plus a few roundings. In later repeats, which have other batches, the refer
 timed run; what it may itself be off, as measured in the first repeat, is added.
 """
 
+import functools
 import math
 import zlib
 from collections.abc import Mapping
@@ -138,21 +139,25 @@ def fingerprint(model: nn.Module, seed: int) -> dict[str, Tensor]:
     """Four numbers of each weight, under V1's names, that depend on all of it: (4,), fp64.
 
     They are u' W v with random u, v: two weights that differ by D have fingerprints that differ by
-    about |D| in each number. It takes a device as long as to read the weights once.
+    about |D| in each number. It takes a device as long as to read the weights once, and the host
+    one launch for each weight.
     """
     weights = canonical.canonical_weights(model)
-    device = next(iter(weights.values())).device
-    generator = torch.Generator(device).manual_seed(seed)
     tables = {name: weight.reshape(-1, weight.shape[-1]) for name, weight in weights.items()}
-    rows, columns = (max(table.shape[i] for table in tables.values()) for i in (0, 1))
-    dtype = next(iter(weights.values())).dtype
-    u = torch.randn(rows, generator=generator, device=device).to(dtype)
-    v = torch.randn(columns, PROBES, generator=generator, device=device).to(dtype)
+    first = next(iter(tables.values()))
+    generator = torch.Generator(first.device).manual_seed(seed)
+    columns = max(table.shape[1] for table in tables.values())
+    lengths = torch.tensor([len(table) for table in tables.values()]).repeat(PROBES)
+    draw = functools.partial(torch.randn, generator=generator, device=first.device)
+    v, u = draw(columns, PROBES).to(first.dtype), draw(int(lengths.sum()) // PROBES).to(first.dtype)
+    parts = {table.shape[1]: v[: table.shape[1]] for table in tables.values()}
     with kept_matmul_mode():
-        get_precision("fp32", device).set_matmul_mode()
-        numbers = [u[: len(table)] @ (table @ v[: table.shape[1]]) for table in tables.values()]
-        stacked = torch.stack(numbers).cpu().double()  # waits for the device
-    return dict(zip(tables, stacked, strict=True))
+        get_precision("fp32", first.device).set_matmul_mode()
+        rows = torch.cat([table @ parts[table.shape[1]] for table in tables.values()])
+    products = (u * rows.T).flatten()
+    numbers = torch.segment_reduce(products, "sum", lengths=lengths.to(first.device))
+    of_all = numbers.view(PROBES, -1).T.cpu().double()  # waits for the device
+    return dict(zip(tables, of_all, strict=True))
 
 
 def record(

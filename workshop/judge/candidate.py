@@ -102,7 +102,7 @@ def _train(
 
     go = pipe.receive()
     clock = StepClock(runner.device)
-    runner.replace_batches(schedule.warmup, go.tensors["batches"].long())
+    runner.replace_batches(schedule.warmup, go.tensors["batches"])
     trainer.timed_steps(runner, clock, schedule.timed)
     pipe.send("done", wire.of_fingerprint(audit.fingerprint(model, go.values["seed"])))
 

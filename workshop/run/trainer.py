@@ -219,7 +219,9 @@ class Runner:
 
     def replace_batches(self, first: int, batches: Tensor) -> None:
         """Puts other batches, (n, 2, B, T), in the place of those from `first` on."""
-        self._batches[first : first + len(batches)].copy_(batches)
+        # One at a time: to wake PyTorch's threads for all at once can take 10 ms.
+        for own, other in zip(self._batches[first:], batches, strict=False):
+            own.copy_(other)
 
     def load(self) -> None:
         """Puts the next batch where the step reads it."""
