@@ -1,9 +1,11 @@
 """Steps that are done again: which of a run's, and what decides where rounding hides the rest."""
 
-import copy
 import dataclasses
 import math
+import random
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,25 +13,60 @@ from torch import Tensor, nn
 
 from workshop.gate import steps
 from workshop.gate.steps import Outcome, Sgd, State, Step, Watch
+from workshop.judge.pipe import Message
+from workshop.results import Run
 
 SGD = Sgd(0.9, lambda number: 0.1)
+SHAPES = {f"{kind} weight": torch.Size([8]) for kind in ("weight", "momentum")}
 
 
-def state(value: float, loss_scale: float = 1.0) -> State:
-    ones = {"weight": torch.full((8,), value)}
-    return State(ones, copy.deepcopy(ones), {}, loss_scale)
+def state(value: float, loss_scale: float = 1.0) -> Message:
+    tensors = {name: torch.full(shape, value) for name, shape in SHAPES.items()}
+    return Message("shown", {"loss_scale": loss_scale}, tensors)
+
+
+def showing(message: Message) -> Callable[..., Message]:
+    return lambda show: message
+
+
+def a_run(**changes: Any) -> Run:
+    return cast(Run, SimpleNamespace(**{"status": "complete", "step_ms": []} | changes))
 
 
 def watched(total: int, scales: dict[int, float], first: int = 0) -> list[int]:
     """The steps that were kept of a run, whose scale is 1 after those that are not in `scales`."""
-    now = [state(0.0)]
-    watch = Watch(lambda: now[0], SGD, total, first)
-    for number in range(first, total):
-        now[0] = state(number + 1.0, scales.get(number, 1.0))
-        watch.see(number, torch.tensor(1.0))
+    watch, run, done = Watch(SGD, SHAPES, random.SystemRandom(), total, first), a_run(), first
+    shown = state(0.0)
+    while not watch.see(showing(shown), run):
+        run.step_ms += [1.0] * (watch.until - done)
+        watch.take({"losses": torch.ones(watch.until - done)})
+        done = watch.until
+        shown = state(float(done), scales.get(done - 1, 1.0))
+    assert done == total and not watch.failures
     for step in watch.steps:
         assert step.before.weights["weight"][0] == (step.number if step.number > first else 0)
     return [step.number for step in watch.steps]
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown", "said"),
+    [
+        ({"step_ms": [1.0] * 2}, state(0.0), "it has done 2 steps where 0 were asked for"),
+        ({}, state(0.0), "it has shown the losses of 1 steps where 0 were asked for"),
+        ({}, Message("shown"), "are not the network's"),
+        ({"status": "interrupted"}, None, ""),
+    ],
+    ids=("other steps", "other losses", "no state", "interrupted"),
+)
+def test_a_run_that_shows_no_steps_is_not_looked_at(
+    changes: dict[str, Any], shown: Message, said: str
+) -> None:
+    watch = Watch(SGD, SHAPES, random.SystemRandom(), 5)
+    if "losses" in said:
+        watch.take({"losses": torch.ones(1)})
+    assert watch.see(showing(shown), a_run(**changes))
+    verdict = watch.verdict(lambda *_: (0.0, {}, {}), "fp32", 8)
+    assert verdict.status == "fail" and said in "; ".join(verdict.failures)
 
 
 def test_the_first_the_last_two_and_a_drawn_step_are_kept() -> None:
@@ -98,13 +135,18 @@ def test_the_update_is_pytorchs(nesterov: bool) -> None:
     right = Sgd(0.9, lambda number: 0.1, weight_decay=0.01, nesterov=nesterov)
     rules = [right, dataclasses.replace(right, rate=lambda number: 0.1001),
              dataclasses.replace(right, nesterov=not nesterov)]  # fmt: skip
-    watches = [Watch(lambda: State.of(model, optimizer, scaler), rule, 3) for rule in rules]
-    for number in range(3):
+    watches = [Watch(rule, steps.shapes_of(model), random.Random(1), 3) for rule in rules]
+    run = a_run()
+    for _ in range(4):
+        tensors, values = steps.shown(model, optimizer, scaler)
+        for watch in watches:
+            watch.see(showing(Message("shown", values, tensors)), run)
         optimizer.zero_grad()
         loss = model(torch.randn(50, 30)).square().mean()
         loss.backward()
         optimizer.step()
+        run.step_ms.append(1.0)
         for watch in watches:
-            watch.see(number, loss)
+            watch.take({"losses": loss.detach()})
     passed = [[m.passed for s in watch.steps for m in s.updates.values()] for watch in watches]
     assert all(passed[0]) and not any(passed[1]) and not all(passed[2])

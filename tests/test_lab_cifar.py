@@ -26,7 +26,6 @@ from labs.cifar10_roofline import (
     documents,
     measure_table,
     networks,
-    proof,
     request,
 )
 from labs.cifar10_roofline.batches import Batches, Plan, crop
@@ -112,9 +111,6 @@ def train(
 ) -> Callable[..., tuple[int, str]]:
     """Runs the program on a small network and 50 images; its status and all that it printed."""
     monkeypatch.setattr(networks, "build", lambda name: Small())
-    monkeypatch.setattr(
-        proof, "WEIGHTS", {"resnet18": sum(w.numel() for w in Small().parameters())}
-    )
     monkeypatch.setattr("workshop.run.hardware.measure_matmul_tflops", lambda *_: 1.0)
     write_cifar(tmp_path / "data")
 
@@ -134,6 +130,7 @@ def train(
 
 def test_the_networks_are_those_for_small_images() -> None:
     model = networks.build("resnet18")
+    assert sum(weight.numel() for weight in model.parameters()) == 11_173_962
     macs = networks.flops_per_image(model, training=False) / 2
     assert macs == pytest.approx(0.5555e9, rel=0.01)
     forward = networks.flops_per_image(model, training=False)
@@ -296,15 +293,17 @@ def test_crops_are_those_of_each_image_alone() -> None:
 def test_batches_are_the_same_from_workers_and_on_the_device(tmp_path: Path) -> None:
     part = data.cifar10(write_cifar(tmp_path)).train
     kinds = [
-        Batches(part, 8, 50, 1, True, CPU, workers, on_device)
+        Batches(part, 8, 50, True, CPU, workers, on_device)
         for workers, on_device in ((0, False), (2, False), (0, True))
     ]
     for epoch in (0, 1):
-        for a, b, c in zip(*(kind.epoch(epoch) for kind in kinds), strict=True):
+        for a, b, c in zip(*(kind.epoch(1, epoch) for kind in kinds), strict=True):
             assert torch.equal(a[0], b[0]) and torch.equal(a[0], c[0])
             assert torch.equal(a[1], b[1]) and torch.equal(a[1], c[1])
-    first, second = (torch.cat([y for _, y in kinds[2].epoch(epoch)]) for epoch in (0, 1))
-    assert len(first) == 48 and not torch.equal(first, second)
+    first, *others = (
+        torch.cat([y for _, y in kinds[0].epoch(*drawn)]) for drawn in ((1, 0), (1, 1), (2, 0))
+    )
+    assert len(first) == 48 and not any(torch.equal(first, other) for other in others)
 
 
 def test_an_epoch_has_each_image_once_and_mirrors_no_digit() -> None:
@@ -428,7 +427,12 @@ def not_mirrored(plan: Plan, part: data.Part, index: int, size: int) -> tuple[Te
 
 def epochs_alike(patch: Patch) -> None:
     true_epoch = Batches.epoch
-    patch.setattr(Batches, "epoch", lambda self, epoch: true_epoch(self, 0))
+    patch.setattr(Batches, "epoch", lambda self, seed, epoch: true_epoch(self, seed, 0))
+
+
+def batches_known_before_go(patch: Patch) -> None:
+    true_epoch = Batches.epoch
+    patch.setattr(Batches, "epoch", lambda self, seed, epoch: true_epoch(self, 7, epoch))
 
 
 def rate_5_percent_high(patch: Patch) -> None:
@@ -477,6 +481,10 @@ def evaluated_on_first_image(self: Training, images: Tensor) -> Tensor:
     return true_evaluate(self, images[:1]).expand(len(images), -1)
 
 
+def logits_of_nine_classes(self: Training, images: Tensor) -> Tensor:
+    return true_evaluate(self, images)[:, :9]
+
+
 FAULTS: dict[str, Callable[[Patch], None]] = {
     **{fault.__name__: stepping(fault) for fault in (
         half_the_batch, every_second_update, nothing_after_step_3, first_pixels_again,
@@ -493,11 +501,15 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "not cropped": drawn_otherwise(not_cropped),
     "not mirrored": drawn_otherwise(not_mirrored),
     "epochs alike": epochs_alike,
+    "batches known before go": batches_known_before_go,
     "rate 5% high": rate_5_percent_high,
     "rate never falls": rate_that_never_falls,
     "no label smoothing": lambda patch: patch.setattr(Training, "loss", no_smoothing),
     "tested in training mode": lambda patch: patch.setattr(
         Training, "evaluate", evaluated_in_training_mode
+    ),
+    "tested on nine classes": lambda patch: patch.setattr(
+        Training, "evaluate", logits_of_nine_classes
     ),
     "tested on one image": lambda patch: patch.setattr(
         Training, "evaluate", evaluated_on_first_image

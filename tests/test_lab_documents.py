@@ -53,7 +53,8 @@ def flags(command: str) -> list[str]:
 def test_a_documents_command_writes_the_runs_that_it_shows(subject: str, command: str) -> None:
     arguments = request.build_parser().parse_args(flags(command))
     study = f"compare {arguments.compare}" if arguments.compare else "ladder"
-    assert single.planned(flags(command), study, "").subject == subject
+    run, _ = single.planned(flags(command), study, "")
+    assert run.subject == subject
 
 
 def test_what_is_not_measured_has_a_line_with_its_command() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from stored_runs import the_run
+from test_lab_inference import infer, learn
 
 from labs.inference_benchmark import counts, measure, modes, networks, request, single, studies
 from labs.inference_benchmark.micro_benchmarking_pytorch import main
@@ -41,7 +42,7 @@ def bench(variant: Variant, name: str, training: bool = False) -> measure.Bench:
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.label)
 def test_a_variant_is_proven(variant: Variant) -> None:
     one = bench(variant, "resnet18")
-    measured = measure.measure_inference(one, iterations=8, warmup=3, say=print)
+    measured = infer(one, 8, 3)
     assert one.run.gate.status == "pass", one.run.gate.failures
     assert len(set(measured.losses[-8:])) == 8  # each iteration has images of its own
 
@@ -63,7 +64,7 @@ def test_an_exported_network_is_proven(tmp_path: Path, type_command) -> None:
 def test_a_graph_on_images_that_stay_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     one = bench(Variant("fp16", cuda_graph=True), "resnet18")
     monkeypatch.setattr(modes.torch.cuda.CUDAGraph, "replay", lambda self: None)
-    measure.measure_inference(one, iterations=4, warmup=2, say=print)
+    infer(one, 4, 2)
     assert one.run.gate.status == "fail"
 
 
@@ -71,7 +72,7 @@ def test_a_graph_on_images_that_stay_is_red(monkeypatch: pytest.MonkeyPatch) -> 
 def test_training_is_proven(compiled: dict[str, object] | None) -> None:
     variant = Variant("bf16", autocast=True, channels_last=True, compile=compiled)
     one = bench(variant, "densenet121", training=True)
-    measure.measure_training(one, iterations=4, warmup=2, say=print)
+    learn(one, 4)
     assert one.run.gate.status == "pass", one.run.gate.failures
 
 

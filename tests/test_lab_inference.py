@@ -18,6 +18,7 @@ from stored_runs import the_run
 from torch import Tensor, nn
 
 from labs.inference_benchmark import (
+    batches,
     counts,
     measure,
     modes,
@@ -34,6 +35,8 @@ from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop import labs, results
 from workshop.errors import WorkshopError
+from workshop.judge.pipe import Message
+from workshop.judge.turn import Turn
 from workshop.labs import LabRun
 from workshop.run import markers, memory
 from workshop.versions import ROOT
@@ -72,6 +75,23 @@ def bench(variant: Variant, training: bool = False, batch: int = 6) -> measure.B
     return measure.make_bench(setting, variant, record, training)
 
 
+def infer(one: measure.Bench, iterations: int, warmup: int = 1) -> measure.Measured:
+    """Times and judges inference, as a process alone does."""
+    return judged(one, proof.InferenceCheck, measure.measure_inference, warmup, iterations)
+
+
+def learn(one: measure.Bench, iterations: int, warmup: int = 2) -> measure.Measured:
+    return judged(one, proof.TrainingCheck, measure.measure_training, warmup, iterations)
+
+
+def judged(
+    one: measure.Bench, check: Any, work: Callable[..., measure.Measured], warmup: int, timed: int
+) -> measure.Measured:
+    steps = range(warmup, warmup + timed)
+    one.turn = Turn(False, check(one.setting, one.variant, steps, lambda: one.model, 1))
+    return work(one, timed, warmup, print)
+
+
 VARIANTS = {
     variant.label: variant
     for variant in (
@@ -88,7 +108,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_a_true_variant_is_proven_and_timed(variant: Variant) -> None:
     one = bench(variant)
-    measured = measure.measure_inference(one, iterations=3, warmup=1, say=print)
+    measured = infer(one, 3)
     run = one.run
     assert run.gate.status == "pass", run.gate.failures
     assert len(measured.step_ms) == 3 and min(measured.step_ms) > 0
@@ -99,16 +119,16 @@ def test_a_true_variant_is_proven_and_timed(variant: Variant) -> None:
 
 
 def test_of_large_logits_some_are_kept_and_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "KEPT_BYTES", 3 * 6 * 1000 * 4)
+    monkeypatch.setattr(batches, "KEPT_BYTES", 3 * 6 * 1000 * 4)
     one = bench(Variant())
-    measured = measure.measure_inference(one, iterations=4, warmup=1, say=print)
+    measured = infer(one, 4)
     assert one.run.gate.status == "pass", one.run.gate.failures
     kept = [loss == loss for loss in measured.losses]
     assert kept == [False, False, True, True, True]
 
 
 def stale_images(inference: measure.Inference) -> None:
-    inference._input = inference._input.clone()  # the network reads the old one
+    inference.inputs.batch = inference.inputs.batch.clone()  # the network reads the old one
 
 
 def stale_output(inference: measure.Inference) -> None:
@@ -135,6 +155,14 @@ def in_bf16(inference: measure.Inference) -> None:
 def no_head_bias(inference: measure.Inference) -> None:
     step, bias = inference._step, inference.bench.model.head.bias  # type: ignore[union-attr]
     inference._step = lambda: step() - bias  # type: ignore[operator]
+
+
+def logits_of_images_before_go(inference: measure.Inference) -> None:
+    inference.inputs.take = lambda drawn: None  # type: ignore[method-assign]
+
+
+def no_logits(inference: measure.Inference) -> None:
+    inference.show = lambda places: ({}, {})  # type: ignore[method-assign]
 
 
 def no_work_at_first(inference: measure.Inference) -> None:
@@ -166,7 +194,7 @@ def cached_by(key: Callable[[Tensor], object]) -> Callable[[measure.Inference], 
         step, known = inference._step, dict[object, Tensor]()
 
         def cached() -> Tensor:
-            name = key(inference._input)
+            name = key(inference.inputs.batch)
             if name not in known:
                 known[name] = step().clone()
             return known[name]
@@ -179,7 +207,8 @@ def cached_by(key: Callable[[Tensor], object]) -> Callable[[measure.Inference], 
 FAULTS: dict[str, Callable[[measure.Inference], None]] = {
     **{fault.__name__: fault for fault in (
         stale_images, stale_output, half_a_batch, in_bf16, no_head_bias, no_work_at_first,
-        no_work_every_second_time, last_image_left_out,
+        no_work_every_second_time, last_image_left_out, logits_of_images_before_go,
+        no_logits,
     )},
     "cached by the first pixel": cached_by(lambda images: float(images[0, 0, 0, 0])),
     "cached by the first pixels": cached_by(lambda images: tuple(images[:, 0, 0, 0].tolist())),
@@ -204,17 +233,25 @@ def test_a_run_that_does_other_work_is_red(
 
     monkeypatch.setattr(measure.Inference, "__init__", spoilt)
     one = bench(Variant(precision))
-    measure.measure_inference(one, iterations=4, warmup=1, say=print)
+    infer(one, 4)
     assert one.run.gate.status == "fail"
+
+
+def test_times_of_more_iterations_than_were_asked_for_are_red() -> None:
+    one = bench(Variant())
+    check = proof.InferenceCheck(one.setting, one.variant, range(1, 4), lambda: one.model, 1)
+    one.run.step_ms = [1.0] * 6
+    check.judge(lambda **_: Message("shown"), one.run)
+    assert one.run.gate.failures == ["it has done 6 iterations of 3"]
 
 
 def test_no_two_iterations_have_the_same_images_and_all_begin_alike() -> None:
     for batch, iterations in ((1, 30), (6, 4), (16, 25)):
-        data = measure.Images(Setting(SMALL, CPU, batch, seed=1), iterations)
+        data = batches.Images(Setting(SMALL, CPU, batch, seed=1), iterations)
         windows = [data.window(index) for index in range(iterations)]
         assert len({window.start for window in windows}) == iterations
         assert all(len(data.images[w]) == len(data.targets[w]) == batch for w in windows)
-        assert len(data.images[:, :, 0, : measure.SAME_PIXELS].unique(dim=0)) == 1
+        assert len(data.images[:, :, 0, : batches.SAME_PIXELS].unique(dim=0)) == 1
 
 
 def wrong_fold(model: nn.Module) -> nn.Module:
@@ -230,7 +267,7 @@ true_fold = rewriting.fold_norms
 def test_norms_that_are_folded_wrongly_are_red(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewriting, "fold_norms", wrong_fold)
     one = bench(Variant(fold=True))
-    measure.measure_inference(one, iterations=2, warmup=1, say=print)
+    infer(one, 2)
     assert one.run.gate.status == "fail"
 
 
@@ -293,7 +330,7 @@ def test_recomputing_changes_no_gradient(name: str) -> None:
     if name != "vit_b_32":
         network = dataclasses.replace(network, edge=64)
     model = networks.build(network, 1, CPU).train()
-    measure.without_chance(model)
+    networks.without_chance(model)
     images, targets = network.images(2, 5), network.targets(2, 5)
     gradients, kept = [], []
     for one in (copy.deepcopy(model), proof.recomputing(copy.deepcopy(model))):
@@ -313,7 +350,7 @@ def test_recomputing_changes_no_gradient(name: str) -> None:
 def test_training_is_proven_and_learns() -> None:
     for variant in (Variant(), Variant("bf16", autocast=True), Variant(channels_last=True)):
         one = bench(variant, training=True)
-        measured = measure.measure_training(one, iterations=4, warmup=2, say=print)
+        measured = learn(one, 4)
         assert one.run.gate.status == "pass", one.run.gate.failures
         assert len(measured.losses) == 6 and measured.losses[-1] < measured.losses[0]
 
@@ -372,7 +409,7 @@ def reading(batch: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[modes.Trai
         first: list[Tensor] = []
 
         def step(images: Tensor, targets: Tensor, *ranges: Any) -> Tensor:
-            first[:] = first or [images, targets]
+            first[:] = first or [images.clone(), targets]
             return true_step(training, *batch(images, targets, *first), *ranges)
 
         training.step = step  # type: ignore[method-assign]
@@ -422,7 +459,7 @@ def test_training_that_does_other_work_is_red(
         TRAINING_FAULTS[fault](self)
 
     monkeypatch.setattr(modes.Training, "__init__", spoilt)
-    measure.measure_training(one, iterations=4, warmup=2, say=print)
+    learn(one, 4)
     assert one.run.gate.status == "fail"
 
 
@@ -438,8 +475,8 @@ def test_an_interrupted_step_is_no_proof_s_failure(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(modes.Training, "step", step)
     monkeypatch.setattr(measure, "memory_of", lambda *_, **__: {})  # on a GPU it runs no step
-    measured = measure.measure_training(one, iterations=8, warmup=2, say=print)
-    assert measured.interrupted and len(measured.step_ms) == 3
+    measured = learn(one, 8)
+    assert one.run.status == "interrupted" and len(measured.step_ms) == 3
     assert one.run.gate.status == "pass", one.run.gate.failures
 
 
@@ -479,13 +516,12 @@ def test_a_plain_network_that_overflows_leaves_the_widest_limit() -> None:
         assert found.status == status and found.measures["logits"]["allowed"] == proof.MOST_ERROR
 
 
-def test_on_a_gpu_the_proof_s_network_is_not_in_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_proof_s_network_is_not_in_the_peak() -> None:
     one = bench(Variant())
     one.setting.device = torch.device("cuda")
-    for name in ("max_memory_allocated", "max_memory_reserved"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: 10e6)
+    measured = measure.Measured(peak=10**7, reserved=10**7)
     size = sum(t.numel() * t.element_size() for t in one.model.state_dict().values())
-    found = measure.memory_of(one, print, 1000, lambda: 0, 2000)
+    found = measure.memory_of(one, measured, print, 1000, lambda: 0, 2000)
     assert found["peak"] == pytest.approx(10 - size / 1e6)
     parts = [found[name] for name in ("weights", "images", "rest")]
     assert sum(map(float, parts)) == pytest.approx(float(found["peak"]))
@@ -690,7 +726,7 @@ def test_ranges_are_around_the_timed_iterations_and_no_profiler_starts(
 
 def test_a_red_run_prints_no_throughput(capsys: pytest.CaptureFixture[str]) -> None:
     one = bench(Variant())
-    measured = measure.measure_inference(one, iterations=2, warmup=1, say=print)
+    measured = infer(one, 2)
     one.run.step_ms = measured.step_ms
     one.run.metrics["flop_per_byte"] = 1.0
     show.summary(print, one, measured, Group())
@@ -745,7 +781,7 @@ def test_shares_are_of_all_processes_and_more_than_all_is_explained(
 
 def test_a_proof_s_counts_are_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     one = bench(Variant(), training=True)
-    measure.measure_training(one, iterations=2, warmup=1, say=print)
+    learn(one, 2, 1)
     output = summary_of({"step_ms": [1.0], "gate": one.run.gate}, capsys, 1)
     assert re.search(r"Gate: pass; .*: error .* allowed \(plain steps [\d, ]+ in fp32\)\n", output)
 

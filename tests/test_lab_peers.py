@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_lab_inference import judged
 from torch import nn
 
 from labs.inference_benchmark import (
@@ -14,6 +15,7 @@ from labs.inference_benchmark import (
     networks,
     own_runs,
     peer_timm,
+    proof,
     request,
     single,
     studies,
@@ -33,6 +35,10 @@ def bench(variant: Variant) -> measure.Bench:
     return measure.make_bench(Setting(network, CPU, 2, seed=1), variant, record, False)
 
 
+def timed(one: measure.Bench, iterations: int) -> measure.Measured:
+    return judged(one, proof.InferenceCheck, peer_timm.measure_timm, 1, iterations)
+
+
 @pytest.mark.slow
 @needs_timm
 @pytest.mark.parametrize(
@@ -40,7 +46,7 @@ def bench(variant: Variant) -> measure.Bench:
 )
 def test_timm_s_row_is_proven_and_timed(variant: Variant) -> None:
     one = bench(variant)
-    measured = peer_timm.measure_timm(one, iterations=3, warmup=1, say=print)
+    measured = timed(one, 3)
     assert one.run.gate.status == "pass", one.run.gate.failures
     assert one.run.variant.startswith(f"timm, {variant.precision}")
     assert len(measured.step_ms) == 3 and len(measured.losses) == 4
@@ -58,7 +64,7 @@ def test_a_peer_that_computes_something_else_is_red(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(peer_timm, "build", spoilt)
     one = bench(Variant(peer="timm"))
-    peer_timm.measure_timm(one, iterations=2, warmup=1, say=print)
+    timed(one, 2)
     assert one.run.gate.status == "fail"
 
 

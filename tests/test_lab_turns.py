@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +17,14 @@ from labs.inference_benchmark import networks, single, studies
 from labs.inference_benchmark.micro_benchmarking_pytorch import main
 from workshop import records, results
 from workshop.judge import studies as turns
+from workshop.judge.pipe import Message
+from workshop.judge.turn import Shown
 from workshop.labs import LabRun
 from workshop.versions import ROOT
 
 PROGRAM = ROOT / "labs" / "inference_benchmark" / "micro_benchmarking_pytorch.py"
 NAMES = ("resnet18", "alexnet", "vgg11", "vgg13")
+KINDS = ("plain", "fast")
 FLAGS = ["--network", "all", "--batch-size", "2", "--device", "cpu"]
 
 STAND_IN = """
@@ -53,9 +57,27 @@ for kind in ("ready", "begin"):
         log("begin")
         time.sleep(1e6 if fault == "endless" else 0.05)
 say("done", step_ms=[2.0 if name.endswith("plain") else 1.0] * 3)
+if fault != "silent":
+    say("finished")
+    asked = [json.loads(sys.stdin.readline())["kind"]]
+    say("shown", right=fault != "wrong")
+    asked.append(json.loads(sys.stdin.readline())["kind"])
+    assert asked == ["show", "enough"], asked
 say("measured", gate={"status": "pass"}, subject="another", step_ms=[9.0])
 log("end")
 """
+
+
+class TakesItsWord:
+    """A check that asks the stand-in whether it was right."""
+
+    def draw(self) -> Shown:
+        return {}, {}
+
+    def judge(self, ask: Callable[..., Message], run: LabRun) -> None:
+        assert run.step_ms  # by the times that it has told
+        right = ask().values["right"]
+        run.gate = results.Parity("pass") if right else results.Parity("fail", ["other logits"])
 
 
 @dataclass
@@ -94,6 +116,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     (tmp_path / "program.py").write_text(STAND_IN)
     monkeypatch.setattr(studies, "PROGRAM", tmp_path / "program.py")
     monkeypatch.setattr(networks, "NAMES", NAMES)
+    monkeypatch.setattr(single, "check_of", lambda *_: TakesItsWord())
     monkeypatch.setattr(studies, "_half", lambda device: "bf16")
     monkeypatch.setattr(turns, "FIXED_MS", 1e6)  # these times are invented
     made = StandIn(tmp_path)
@@ -104,7 +127,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
 def test_processes_prepare_beside_each_other_and_are_timed_alone(stand_in: StandIn) -> None:
     assert stand_in.run("--jobs", "4") == 0
     events = [(what, name) for what, _, name in stand_in.log()]
-    all_plans = [f"{name} {variant}" for name in NAMES for variant in ("plain", "fast")]
+    all_plans = [f"{name} {variant}" for name in NAMES for variant in KINDS]
     for group in (all_plans[:4], all_plans[4:]):
         preparing, events = events[: 2 * len(group)], events[2 * len(group) :]
         expected = [(what, name) for what in ("start", "ready") for name in sorted(group)]
@@ -119,18 +142,21 @@ def test_one_that_fails_or_never_gets_ready_is_a_row_and_resume_runs_it_again(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(turns, "READY_WITHIN_S", 3)
-    stand_in.faults("alexnet plain:memory vgg11 fast:never vgg13 plain:crash")
+    stand_in.faults("alexnet plain:memory vgg11 fast:never vgg13 plain:crash "
+                    "alexnet fast:silent resnet18 fast:wrong")  # fmt: skip
     assert stand_in.run("--jobs", "8") == 1
     output = capsys.readouterr().out
     for why in (
         "torch.AcceleratorError: CUDA error: no more memory",
         "not ready to be timed",
         "crashed with SIGABRT",
+        "the process told what it measured before it was judged",
     ):
         assert f"failed; {why}" in output
+    assert "gate failed; other logits" in output  # though it tells that its gate has passed
     assert stand_in.statuses() == {
-        "resnet18": ["complete"] * 2,
-        "alexnet": ["failed", "complete"],
+        "resnet18": ["complete", "gate failed"],
+        "alexnet": ["failed", "failed"],
         "vgg11": ["complete", "failed"],
         "vgg13": ["failed", "complete"],
     }
@@ -141,9 +167,7 @@ def test_one_that_fails_or_never_gets_ready_is_a_row_and_resume_runs_it_again(
     stand_in.faults("")
     assert stand_in.run("--jobs", "2", "--resume") == 0
     started = [name for what, _, name in stand_in.log() if what == "start"]
-    assert {name.split()[0] for name in started} == {"alexnet", "vgg11", "vgg13"} and len(
-        started
-    ) == 6
+    assert sorted(started) == sorted(f"{name} {kind}" for name in NAMES for kind in KINDS)
     assert stand_in.statuses() == {name: ["complete"] * 2 for name in NAMES}
     assert stand_in.table().count("2.00x") == len(NAMES)
     # Another batch is another session, and has nothing yet.
@@ -184,13 +208,16 @@ def test_an_interrupt_ends_all_and_keeps_what_is_complete(
 
 
 @pytest.mark.slow
-def test_the_program_waits_for_its_turn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_the_program_waits_for_its_turn(mode: str, tmp_path: Path) -> None:
     flags = ["--network", "resnet18", *FLAGS[2:], "--iterations", "2", "--warmup-iterations", "1"]
-    planned = single.planned(flags, "compare precision", "s")
-    plan = turns.Plan([sys.executable, str(PROGRAM), *flags], [planned], tmp_path)
+    flags += ["--mode", mode]
+    planned, check = single.planned(flags, "compare precision", "s")
+    command = [sys.executable, str(PROGRAM), *flags]
     begun = results.now()
-    (run,) = turns.in_turns([plan], 1)
-    assert run.status == "complete" and run.ceiling_tflops and run.created > begun
+    (run,) = turns.in_turns([turns.Plan(command, [planned], tmp_path, check=check)], 1)
+    assert run.status == "complete" and run.ceiling_tflops and run.created > begun, run.failure
+    assert run.gate.status == "pass" and len(run.step_ms) == 2
     assert run.judge_ms and run.command == [PROGRAM.name, *flags]
 
 

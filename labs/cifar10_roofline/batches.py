@@ -70,34 +70,33 @@ def crop(images: Tensor, top: Tensor, left: Tensor, flip: Tensor) -> Tensor:
 
 @dataclass
 class _Prepared(Dataset[Batch]):
-    """Batches by (epoch, index), for DataLoader's workers."""
+    """Batches by (seed, epoch, index), for DataLoader's workers."""
 
     part: Part
     size: int
     count: int
     """Images of an epoch."""
-    seed: int
     flips: bool
-    _plan: tuple[int, Plan] | None = None
+    _plan: tuple[list[int], Plan] | None = None
 
-    def __getitem__(self, key: tuple[int, int]) -> Batch:
-        epoch, index = key
-        if self._plan is None or self._plan[0] != epoch:
-            self._plan = epoch, self.plan(epoch)
+    def __getitem__(self, key: tuple[int, int, int]) -> Batch:
+        *drawn, index = key
+        if self._plan is None or self._plan[0] != drawn:
+            self._plan = drawn, self.plan(*drawn)
         return self._plan[1].batch(self.part, index, self.size)
 
-    def plan(self, epoch: int) -> Plan:
-        return Plan.draw(len(self.part.labels), self.count, self.seed, epoch, self.flips)
+    def plan(self, seed: int, epoch: int) -> Plan:
+        return Plan.draw(len(self.part.labels), self.count, seed, epoch, self.flips)
 
 
 class _Order:
     """DataLoader's sampler: the keys of an epoch's batches, in order."""
 
     def __init__(self, steps: int) -> None:
-        self.steps, self.epoch = steps, 0
+        self.steps, self.drawn = steps, (0, 0)
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return ((self.epoch, index) for index in range(self.steps))
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        return ((*self.drawn, index) for index in range(self.steps))
 
     def __len__(self) -> int:
         return self.steps
@@ -111,7 +110,6 @@ class Batches:
         part: Part,
         size: int,
         count: int,
-        seed: int,
         flips: bool,
         device: torch.device,
         workers: int = 0,
@@ -119,7 +117,7 @@ class Batches:
     ) -> None:
         self.steps = count // size
         self._device, self._on_device = device, on_device
-        self._prepared = _Prepared(part.to(device) if on_device else part, size, count, seed, flips)
+        self._prepared = _Prepared(part.to(device) if on_device else part, size, count, flips)
         self._order = _Order(self.steps)
         self._loader = DataLoader(
             self._prepared,
@@ -129,18 +127,18 @@ class Batches:
             persistent_workers=workers > 0,
             pin_memory=device.type == "cuda",
             # A draw from the global one would change what a resumed run draws.
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator(),
         )
 
-    def epoch(self, epoch: int) -> Iterator[Batch]:
+    def epoch(self, seed: int, epoch: int) -> Iterator[Batch]:
         """Its batches, on the device."""
         if self._on_device:
             # All crops of the epoch at once: for each batch the host would launch a dozen kernels.
             p = self._prepared
-            whole = p.plan(epoch).to(self._device).batch(p.part, 0, self.steps * p.size)
+            whole = p.plan(seed, epoch).to(self._device).batch(p.part, 0, self.steps * p.size)
             yield from zip(*(part.split(p.size) for part in whole), strict=True)
             return
-        self._order.epoch = epoch
+        self._order.drawn = seed, epoch
         for images, labels in self._loader:
             yield (
                 images.to(self._device, non_blocking=True),

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -22,8 +22,8 @@ from labs.cifar10_roofline.data import Dataset
 from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
 from workshop import errors, labs, records, results
 from workshop.errors import OutOfMemory, WorkshopError
-from workshop.gate.steps import State, Watch
-from workshop.judge.turn import Clock, Turn
+from workshop.gate.steps import shown
+from workshop.judge.turn import Clock, Shown, Turn
 from workshop.labs import LabRun
 from workshop.run import hardware, lab_record, markers, memory, startup, trainer
 from workshop.run.precision import PRECISIONS, set_arithmetic, untuned
@@ -54,8 +54,7 @@ class Run:
     settings: dict[str, Any]
     history: list[dict[str, float]]
     """A line for each complete epoch."""
-    reference: proof.Reference
-    turn: Turn
+    turn: Turn = field(init=False)
     epoch: int = 0
     """How many are complete."""
     best_accuracy: float = 0.0
@@ -96,21 +95,20 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
     for folder, flag in ((arguments.out_dir, "--out-dir"), (arguments.output_dir, "--output-dir")):
         results.prepare_folder(folder, flag)
     dataset = data.load(arguments.dataset, arguments.data)
-    images = arguments.epoch_images or len(dataset.train.labels)
-    if arguments.batch_size > images:
+    if arguments.warmup is None and saved:
+        arguments.warmup = saved["settings"]["warmup"]
+    reference = proof.Reference(arguments, dataset, device, lambda epoch: arguments.seed)
+    if not reference.epoch_steps:
         raise WorkshopError(
-            f"--batch-size {arguments.batch_size}: an epoch of {dataset.name} has {images} images"
+            f"--batch-size {arguments.batch_size}: an epoch of {dataset.name} has "
+            f"{reference.epoch_images} images"
         )
     batches = Batches(
-        dataset.train, arguments.batch_size, images, arguments.seed, dataset.flips, device,
+        dataset.train, arguments.batch_size, reference.epoch_images, dataset.flips, device,
         arguments.workers, arguments.data_on_gpu,
     )  # fmt: skip
-    total = arguments.epochs * batches.steps
-    warmup = arguments.warmup
-    if warmup is None:
-        warmup = saved["settings"]["warmup"] if saved else min(batches.steps, total // 2)
     problem = Problem(
-        Schedule(arguments.lr, warmup, total),
+        Schedule(arguments.lr, reference.warmup, reference.total),
         arguments.label_smoothing, dataset.mean, dataset.std,
     )  # fmt: skip
     variant = variant_of(arguments, precision.name)
@@ -119,18 +117,15 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
     model = networks.build(arguments.model)
     training = Training(model, variant, problem, device)
     settings = {name: getattr(arguments, name) for name in _SAME_ON_RESUME}
-    settings |= {"dataset": dataset.name, "warmup": warmup, "precision": precision.name}
+    settings |= {"dataset": dataset.name, "warmup": reference.warmup, "precision": precision.name}
     record = new_run(arguments, dataset.name, variant, device)
     record.options |= settings
     record.flops_per_step = networks.flops_per_image(model) * arguments.batch_size
-    reference = proof.Reference(
-        arguments.model, dataset, device, arguments.batch_size, images, arguments.seed,
-        arguments.lr, warmup, total, arguments.label_smoothing,
-    )  # fmt: skip
-    turn = Turn(arguments.candidate)
-    ready = Run(arguments, dataset, batches, training, record, settings, [], reference, turn)
+    ready = Run(arguments, dataset, batches, training, record, settings, [])
     if saved:
         _resume(ready, saved)
+    check = proof.TrainingCheck(reference, precision.name, training.done)
+    ready.turn = Turn(arguments.candidate, check)
     return ready
 
 
@@ -198,14 +193,9 @@ def train(ready: Run) -> int:
     if ready.turn.judged:
         _compile(ready)
         ready.turn.wait()
-    watch = Watch(
-        lambda: State.of(training.model, training.optimizer, training.scaler),
-        ready.reference.sgd(),
-        ready.reference.total,
-        training.done,
-    )
-    epochs: list[list[float]] = []
-    losses: list[float] = []
+    clock, losses = Clock(training.device, ready.turn), list[Tensor]()
+    record.step_ms = clock.step_ms
+    first = ready.epoch
     console = Console(stderr=True)
     columns = (BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn())
     print(_headline(ready), flush=True)
@@ -216,12 +206,11 @@ def train(ready: Run) -> int:
         while ready.epoch < arguments.epochs:
             advance = partial(progress.advance, task)
             progress.update(task, description=f"epoch {ready.epoch + 1}")
-            epoch_times, epoch_losses = _epoch(ready, watch, advance)
-            epochs.append(epoch_times)
-            losses += epoch_losses
-            _end_epoch(ready, epoch_times, epoch_losses)
+            _epoch(ready, clock, losses, advance)
+            steps = ready.batches.steps
+            _end_epoch(ready, clock.step_ms[-steps:], torch.stack(losses[-steps:]).tolist())
     record.setup_s["training"] = time.perf_counter() - start
-    return _finish(ready, watch, epochs, losses)
+    return _finish(ready, losses, ready.epoch - first)
 
 
 def _compile(ready: Run) -> None:
@@ -229,7 +218,7 @@ def _compile(ready: Run) -> None:
     training = ready.training
     before = copy.deepcopy(training.state())
     with untuned(training.variant.precision):
-        training.step(*next(ready.batches.epoch(0)))
+        training.step(*next(ready.batches.epoch(ready.arguments.seed, 0)))
     training.load(before)
 
 
@@ -244,25 +233,36 @@ def _headline(ready: Run) -> str:
     return "\n".join(lines)
 
 
-def _epoch(
-    ready: Run, watch: Watch, advance: Callable[[], object]
-) -> tuple[list[float], list[float]]:
-    """Trains one epoch; times in ms, with the wait for the batch, and losses of its steps."""
-    training, losses = ready.training, list[Tensor]()
-    clock = Clock(training.device, ready.turn)
+def _epoch(ready: Run, clock: Clock, losses: list[Tensor], advance: Callable[[], object]) -> None:
+    """Trains one epoch; a step's time has the wait for its batch in it."""
+    training = ready.training
+
+    def go() -> dict[str, Any]:
+        ready.turn.answer(partial(_show, ready), ready.record)
+        return clock.start().values
+
+    def stop() -> None:
+        clock.stop({"losses": torch.stack(losses[len(clock.step_ms) :])})
+
     training.model.train()
-    clock.start()
-    for images, labels in ready.batches.epoch(ready.epoch):
-        loss = training.step(images, labels)
+    drawn = go()
+    for images, labels in ready.batches.epoch(drawn["seed"], ready.epoch):
+        losses.append(training.step(images, labels))
         clock.mark()
-        losses.append(loss)
-        if watch.wants(training.done - 1):
-            clock.stop()
-            watch.see(training.done - 1, loss)
-            clock.start()
+        if training.done == drawn["until"] and training.done % ready.batches.steps:
+            stop()
+            drawn = go()
         advance()
-    clock.stop()
-    return clock.step_ms, torch.stack(losses).tolist()
+    stop()
+
+
+def _show(ready: Run, show: str) -> Shown:
+    """The state after the newest step, or the test images' logits."""
+    if show == "test logits":
+        assert ready.test_logits is not None
+        return {"logits": ready.test_logits.float()}, {}
+    training = ready.training
+    return shown(training.model, training.optimizer, training.scaler)
 
 
 def _end_epoch(ready: Run, times: list[float], losses: list[float]) -> None:
@@ -299,37 +299,38 @@ def _end_epoch(ready: Run, times: list[float], losses: list[float]) -> None:
             checkpoints.save(ready.path(f"epoch_{ready.epoch}.pt"), content)
 
 
-def _finish(ready: Run, watch: Watch, epochs: list[list[float]], losses: list[float]) -> int:
-    """Saves weights and curves, checks the run and writes its result; the exit status."""
+def _finish(ready: Run, losses: list[Tensor], epochs: int) -> int:
+    """Saves weights and curves, answers for the run and writes its result; the exit status.
+
+    Args:
+        epochs: how many this run has trained.
+    """
     training, record, device = ready.training, ready.record, ready.training.device
     weights = {name: tensor.cpu() for name, tensor in training.model.state_dict().items()}
     checkpoints.save(ready.path("final_weights.pt"), weights)
     curves.draw(record.subject, ready.history, ready.path("curves.png"))
-    record.single_step_ms = [ms for times in epochs for ms in times]
-    time_epochs(record, len(epochs))
-    of_first = len(epochs[0]) if epochs[1:] else min(SETTLING_STEPS, len(epochs[0]) - 1)
-    settling = record.single_step_ms[:of_first]
+    steps = ready.batches.steps
+    settling = record.step_ms[: steps if epochs > 1 else min(SETTLING_STEPS, steps - 1)]
     record.setup_s |= {"compile": startup.compile_seconds(), "warm_up": sum(settling) / 1e3}
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         parts = memory.break_down(peak, training.model, training.optimizer, "allocator")
         record.memory_mb = parts
-    record.losses = results.finite(losses)
+    record.losses = results.finite(torch.stack(losses).tolist())
     record.metrics |= {
         "test_accuracy": ready.history[-1]["test_accuracy"],
         "best_accuracy": ready.best_accuracy,
         "epochs": ready.epoch,
         "images_per_s_last_epoch": ready.history[-1]["images_per_s"],
     }
-    accuracy = ready.history[-1]["test_accuracy"]
-    assert ready.test_logits is not None
-    record.gate = proof.of_training(
-        ready.reference, watch, training.variant.precision, ready.test_logits, accuracy
-    )
+    torch.cuda.empty_cache()  # the judge's network has the same device
+    ready.turn.answer(partial(_show, ready), record)
+    record.single_step_ms = record.step_ms
+    time_epochs(record, epochs)
     dtype = PRECISIONS[training.variant.precision].autocast_dtype
     record.ceiling_tflops = hardware.measure_matmul_tflops(device, dtype)
     record.plausibility = labs.implausible(record)
-    passed = record.gate.status == "pass"
+    passed = record.gate.status != "fail"
     record.status = "complete" if passed else "gate failed"
     if ready.turn.judged:
         ready.turn.tell(record)
@@ -388,7 +389,7 @@ def profile(ready: Run) -> int:
     print(_headline(ready))
     training.model.train()
     # Digits taken in place of CIFAR-10 have fewer steps an epoch: more epochs follow.
-    stream = (batch for epoch in count() for batch in ready.batches.epoch(epoch))
+    stream = (batch for epoch in count() for batch in ready.batches.epoch(arguments.seed, epoch))
     for _, batch in zip(range(wanted - 1), stream, strict=False):
         training.step(*batch)
     images_, labels = next(stream)

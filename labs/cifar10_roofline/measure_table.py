@@ -8,6 +8,7 @@ Whole epochs with data loading, in alternating processes; speed-ups are over `--
 
 import argparse
 import itertools
+import random
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ if __name__ == "__main__":
 
 import torch
 
-from labs.cifar10_roofline import data, loop, request
+from labs.cifar10_roofline import data, loop, proof, request
 from workshop import errors, labs, records, results
 from workshop.arguments import count, parse
 from workshop.compare import lab_table, tables
@@ -91,10 +92,10 @@ def _measure(arguments: argparse.Namespace) -> int:
     device = hardware.get_device(asked.device)
     folder = results.prepare_folder(arguments.output_dir)
     # Read once, so that what is missing is said, and downloaded, once.
-    dataset = data.load(asked.dataset, asked.data).name
+    dataset = data.load(asked.dataset, asked.data)
     session = results.new_session()
     kinds = variants(device)
-    common = [*arguments.flags, "--dataset", dataset]
+    common = [*arguments.flags, "--dataset", dataset.name]
     baseline = _record([*common, *kinds[0]], device, session).variant
     plans = [
         (*common, "--model", model, "--batch-size", str(batch), *flags)
@@ -107,7 +108,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         for repeat in range(arguments.repeats):
             ordered = plans[:: 1 - 2 * (repeat % 2)]
             made = [
-                _plan(flags, _record(flags, device, session, baseline), folder, scratch)
+                _plan(flags, _record(flags, device, session, baseline), folder, scratch, dataset)
                 for flags in ordered
             ]
             for run in studies.in_turns(made, arguments.jobs):
@@ -128,16 +129,23 @@ def _record(flags: Sequence[str], device: torch.device, session: str, baseline: 
     return record
 
 
-def _plan(flags: Flags, record: LabRun, folder: Path, scratch: str) -> studies.Plan:
+def _plan(
+    flags: Flags, record: LabRun, folder: Path, scratch: str, dataset: data.Dataset
+) -> studies.Plan:
     files = ["--out-dir", tempfile.mkdtemp(dir=scratch)]
     command = [sys.executable, str(PROGRAM), *flags, *files]
-    epochs = request.build_parser().parse_args(flags).epochs
+    arguments = request.build_parser().parse_args(flags)
 
     def take_times(run: LabRun, spans: studies.Spans) -> None:
         run.single_step_ms = list(itertools.chain.from_iterable(spans))
-        loop.time_epochs(run, epochs)
+        loop.time_epochs(run, arguments.epochs)
 
-    return studies.Plan(command, [record], folder, take_times)
+    device, secret = hardware.get_device(arguments.device), random.SystemRandom().getrandbits(64)
+    reference = proof.Reference(
+        arguments, dataset, device, lambda epoch: random.Random(secret + epoch).getrandbits(40)
+    )
+    check = proof.TrainingCheck(reference, request.precision_of(arguments, device).name)
+    return studies.Plan(command, [record], folder, take_times, check)
 
 
 def _outcome(run: LabRun) -> str:

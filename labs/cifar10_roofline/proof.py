@@ -1,25 +1,32 @@
-"""The gate: a fast training trains the network that was asked for.
+"""The gate, the judge's side: a fast training trains the network that was asked for.
 
+The order of an epoch and its crops follow from a seed that comes when the epoch's clock starts.
 Four steps of the run are done again (workshop/gate/steps.py) by a plain step that shares no code
 with the run's: batches cropped one image at a time, the images' mean and deviation from where they
 were published, the ResNet, the loss and the learning rate written out. After the last epoch the
 test is done again in evaluation mode, of images that are drawn then.
 """
 
+import argparse
+import functools
 import math
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from labs.cifar10_roofline import networks
 from labs.cifar10_roofline.batches import Plan
 from labs.cifar10_roofline.data import Dataset
 from workshop.gate import steps
 from workshop.gate.parity import Measure, as_recorded
 from workshop.gate.steps import State, Watch, plain_arithmetic
-from workshop.results import Parity
+from workshop.judge.pipe import Message
+from workshop.judge.turn import Check, Shown
+from workshop.labs import LabRun
 from workshop.run.precision import set_arithmetic
 
 TESTED = 128
@@ -28,8 +35,6 @@ LOGITS_FLOOR = 2.0**-12
 """Relative to what tells the images' logits apart: what these may always be off."""
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 """As published with many networks: of the 50,000 images, each colour of 0 to 1."""
-WEIGHTS = {"resnet18": 11_173_962, "resnet34": 21_282_122}
-"""The numbers that each network has, with the first convolution of 3 x 3 and ten classes."""
 WEIGHT_DECAY = 5e-4
 Tensors = dict[str, Tensor]
 
@@ -38,36 +43,48 @@ Tensors = dict[str, Tensor]
 class Reference:
     """The training as it was asked for, one plain step at a time."""
 
-    model: str
+    arguments: argparse.Namespace
     dataset: Dataset
     device: torch.device
-    batch_size: int
-    epoch_images: int
-    seed: int
-    rate: float
-    """The highest."""
-    warmup: int
-    total: int
-    label_smoothing: float
+    seed: Callable[[int], int]
+    """Of an epoch's order and crops."""
+
+    @property
+    def epoch_images(self) -> int:
+        return self.arguments.epoch_images or len(self.dataset.train.labels)
+
+    @property
+    def epoch_steps(self) -> int:
+        return self.epoch_images // self.arguments.batch_size
+
+    @property
+    def total(self) -> int:
+        """Steps of all epochs."""
+        return self.arguments.epochs * self.epoch_steps
+
+    @property
+    def warmup(self) -> int:
+        given: int | None = self.arguments.warmup
+        return min(self.epoch_steps, self.total // 2) if given is None else given
 
     def sgd(self) -> steps.Sgd:
         return steps.Sgd(0.9, self.learning_rate, WEIGHT_DECAY, nesterov=True)
 
     def learning_rate(self, number: int) -> float:
+        rate = self.arguments.lr
         if number < self.warmup:
-            return self.rate * (number + 1) / self.warmup
+            return rate * (number + 1) / self.warmup
         turn = math.pi * (number - self.warmup) / max(1, self.total - self.warmup)
-        return self.rate * (1 + math.cos(min(turn, math.pi))) / 2
+        return rate * (1 + math.cos(min(turn, math.pi))) / 2
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """The images, uint8 (B, 3, 32, 32), and labels of a step."""
-        epoch, index = divmod(number, self.epoch_images // self.batch_size)
-        train, seed = self.dataset.train, self.seed
-        drawn = Plan.draw(
-            len(train.labels), self.epoch_images, seed, epoch, self.dataset.name == "cifar10"
-        )
+        epoch, index = divmod(number, self.epoch_steps)
+        train, mirrored = self.dataset.train, self.dataset.name == "cifar10"
+        of_epoch, size = self.epoch_images, self.arguments.batch_size
+        drawn = Plan.draw(len(train.labels), of_epoch, self.seed(epoch), epoch, mirrored)
         images, labels = [], []
-        for i in range(index * self.batch_size, (index + 1) * self.batch_size):
+        for i in range(index * size, (index + 1) * size):
             image = F.pad(train.images[drawn.order[i]], (4, 4, 4, 4))
             image = image[:, drawn.top[i] :, drawn.left[i] :][:, :32, :32]
             images.append(image.flip(-1) if drawn.flip[i] else image)
@@ -90,7 +107,7 @@ class Reference:
         with plain_arithmetic(precision, self.device):
             out = resnet(weights | statistics, self.values(images), training=True)
             loss = F.cross_entropy(
-                out.float(), labels.to(self.device), label_smoothing=self.label_smoothing
+                out.float(), labels.to(self.device), label_smoothing=self.arguments.label_smoothing
             )
         scaled = torch.autograd.grad(loss * before.loss_scale, list(weights.values()))
         gradients = [gradient / before.loss_scale for gradient in scaled]
@@ -127,43 +144,64 @@ def resnet(tensors: Tensors, x: Tensor, *, training: bool) -> Tensor:
     return F.linear(x.mean((2, 3)), tensors["fc.weight"], tensors["fc.bias"])
 
 
-def of_training(
-    reference: Reference, watch: Watch, precision: str, logits: Tensor, accuracy: float
-) -> Parity:
-    """The verdict on a training at a precision.
+class TrainingCheck(Check):
+    """Does some steps of a training again, and a part of its test."""
 
-    Args:
-        logits: of all test images, after the last epoch, (N, 10).
-        accuracy: what the run makes of them.
-    """
-    batch_size = reference.batch_size
-    verdict = steps.audit(watch.steps, reference.step, precision, batch_size, WEIGHT_DECAY)
-    count = sum(weight.numel() for weight in watch.now.weights.values())
-    if count != WEIGHTS[reference.model]:
-        verdict.failures.append(
-            f"the network has {count:,} weights, {reference.model} {WEIGHTS[reference.model]:,}"
-        )
-    test = reference.dataset.test
-    drawn = random.SystemRandom().sample(range(len(test.labels)), min(TESTED, len(test.labels)))
-    true = plain = reference.logits(watch.now, test.images[drawn], "fp32")
-    if precision != "fp32":
-        plain = reference.logits(watch.now, test.images[drawn], precision)
-    set_arithmetic(precision)
-    found = logits[drawn].double().cpu()
-    scale = (true - true.mean(0)).norm()
-    error, own = (float((one - true).norm() / scale) for one in (found, plain))
-    measure = Measure(error, steps.MOST_TIMES * own + LOGITS_FLOOR, own)
-    verdict.measures["test logits"] = as_recorded(measure)
-    if not measure.passed:
-        verdict.failures.append(
-            f"the logits of {len(drawn)} test images: {error:.1e} from the plain network's in "
-            f"evaluation mode, {measure.allowed:.1e} allowed"
-        )
-    correct = float((logits.argmax(1).cpu() == test.labels).double().mean())
-    if abs(correct - accuracy) > 1e-9:
-        verdict.failures.append(
-            f"test accuracy {accuracy:.2%}: by the logits of the {len(test.labels)} test images it "
-            f"is {correct:.2%}"
-        )
-    verdict.status = "fail" if verdict.failures else "pass"
-    return verdict
+    def __init__(self, reference: Reference, precision: str, first: int = 0) -> None:
+        """
+        Args:
+            first: the number of the training's first step.
+        """
+        self._reference, self._precision, self._first = reference, precision, first
+        self._chance = random.SystemRandom()
+
+    @functools.cached_property
+    def _watch(self) -> Watch:
+        reference = self._reference
+        shapes = steps.shapes_of(networks.build(reference.arguments.model))
+        counts = reference.total, self._first, reference.epoch_steps
+        return Watch(reference.sgd(), shapes, self._chance, *counts)
+
+    def draw(self) -> Shown:
+        """The seed of the present epoch."""
+        epoch = self._watch.done // self._reference.epoch_steps
+        return {}, {"seed": self._reference.seed(epoch), "until": self._watch.until}
+
+    def take(self, proof: Mapping[str, Tensor]) -> None:
+        self._watch.take(proof)
+
+    def judge(self, ask: Callable[..., Message], run: LabRun) -> None:
+        if not self._watch.see(ask, run):
+            return
+        reference, precision = self._reference, self._precision
+        batch_size = reference.arguments.batch_size
+        run.gate = self._watch.verdict(reference.step, precision, batch_size, WEIGHT_DECAY)
+        if self._watch.now and not self._watch.failures:
+            shown = ask(show="test logits").tensors
+            self._test(shown.get("logits", torch.zeros(0)).cpu(), self._watch.now, run)
+        del self._watch  # whose states are large
+        set_arithmetic(precision)
+        torch.cuda.empty_cache()
+
+    def _test(self, logits: Tensor, state: State, run: LabRun) -> None:
+        """Compares logits of some test images, of which none was named before all were here."""
+        reference, test = self._reference, self._reference.dataset.test
+        drawn = self._chance.sample(range(len(test.labels)), min(TESTED, len(test.labels)))
+        true = plain = reference.logits(state, test.images[drawn], "fp32")
+        if self._precision != "fp32":
+            plain = reference.logits(state, test.images[drawn], self._precision)
+        if logits.shape != (len(test.labels), networks.CLASSES):
+            logits = torch.full((len(test.labels), networks.CLASSES), torch.nan)
+        found = logits[drawn].double()
+        scale = (true - true.mean(0)).norm()
+        error, own = (float((one - true).norm() / scale) for one in (found, plain))
+        measure = Measure(error, steps.MOST_TIMES * own + LOGITS_FLOOR, own)
+        run.gate.measures["test logits"] = as_recorded(measure)
+        if not measure.passed:
+            run.gate.status = "fail"
+            run.gate.failures.append(
+                f"the logits of {len(drawn)} test images: {error:.1e} from the plain network's in "
+                f"evaluation mode, {measure.allowed:.1e} allowed"
+            )
+        correct = (logits.argmax(1) == test.labels).double().mean()
+        run.metrics["test_accuracy"] = float(correct)

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import itertools
 import math
 import time
 from collections.abc import Callable
@@ -12,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from labs.inference_benchmark import counts, networks, proof
+from labs.inference_benchmark import counts, networks
+from labs.inference_benchmark.batches import Images
 from labs.inference_benchmark.modes import (
     Setting,
     Training,
@@ -21,20 +21,14 @@ from labs.inference_benchmark.modes import (
     inference_step,
     prepare,
 )
-from workshop.gate.steps import State, Watch
-from workshop.judge.turn import Clock, Turn
+from workshop.gate.steps import shown
+from workshop.judge.turn import Clock, Shown, Turn
 from workshop.labs import LabRun
 from workshop.profilers.table import STEP
 from workshop.run import memory, startup, timing
 from workshop.run.markers import Range
 from workshop.run.precision import set_arithmetic, untuned
 
-SAME_PIXELS = 8
-"""In the first row of each image."""
-MOST_PLACES = 1000
-"""Iterations, or images of a batch if it has more, of which no two have the same images."""
-KEPT_BYTES = 256e6
-"""Most logits of the timed iterations that are kept."""
 PLAIN_ITERATIONS = 5
 Notify = Callable[[str], object]
 Iteration = Callable[[int], object]
@@ -48,7 +42,14 @@ class Measured:
     step_ms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     """Warm-up iterations first, then timed ones; NaN for one whose logits were not kept."""
-    interrupted: bool = False
+    peak: int = 0
+    reserved: int = 0
+    """Bytes that a GPU's allocator gave at most, and held at most, up to the last iteration."""
+
+    def take_peak(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            self.peak = torch.cuda.max_memory_allocated(device)
+            self.reserved = torch.cuda.max_memory_reserved(device)
 
 
 @dataclass
@@ -79,31 +80,32 @@ def make_bench(setting: Setting, variant: Variant, run: LabRun, training: bool) 
     return Bench(setting, variant, model, counted, run)
 
 
+class Inputs:
+    """The images of all iterations on the device, and the batch that the network reads: an
+    iteration's images and the judge's pattern, added up."""
+
+    def __init__(self, setting: Setting, iterations: int, variant: Variant, dtype: torch.dtype):
+        self.data = Images(setting, iterations)
+        layout = variant.layout()
+        pool = self.data.images.to(setting.device, dtype)
+        self._pool = pool.to(memory_format=layout)
+        self.batch = self._pool[: self.data.batch].clone(memory_format=layout)
+        self._pattern = torch.zeros_like(self._pool[:1])
+
+    def take(self, drawn: dict[str, Tensor]) -> None:
+        """Takes the pattern that came with "go", where a judge has drawn one."""
+        if drawn:
+            self._pattern.copy_(drawn["pattern"])
+
+    def read(self, index: int) -> None:
+        torch.add(self._pool[self.data.window(index)], self._pattern, out=self.batch)
+
+    def bytes(self) -> tuple[int, int]:
+        """The batch's size, and the size of all that waits."""
+        return memory.tensor_bytes([self.batch]), memory.tensor_bytes([self._pool])
+
+
 # --- inference -----------------------------------------------------------------------------------
-
-
-class Images:
-    """Images and targets of all iterations, those of a process of a group. Each iteration reads a
-    window that no other has, but shares most of its images with some; and all images begin with
-    the same pixels. So what an earlier iteration left is never the answer."""
-
-    def __init__(self, setting: Setting, iterations: int, rank: int | None = None) -> None:
-        network, seed = setting.network, setting.images_seed(rank)
-        self.batch = setting.batch_size
-        if rank is not None and setting.parts:
-            self.batch = setting.parts[rank]
-        self._places = max(self.batch, min(iterations, MOST_PLACES)) + 1
-        count = self.batch + self._places - 1
-        self.images = network.images(count, seed)
-        self.images[:, :, 0, :SAME_PIXELS] = self.images[0, :, 0, :SAME_PIXELS].clone()
-        self.targets = network.targets(count, seed)
-        steps = itertools.count(max(1, self.batch // 3))
-        self._step = next(step for step in steps if math.gcd(step, self._places) == 1)
-
-    def window(self, index: int) -> slice:
-        """The images of an iteration."""
-        first = index * self._step % self._places
-        return slice(first, first + self.batch)
 
 
 class Inference:
@@ -112,85 +114,57 @@ class Inference:
     def __init__(self, bench: Bench, iterations: int = 1) -> None:
         setting, variant = bench.setting, bench.variant
         self.bench = bench
-        self.data = Images(setting, iterations)
-        layout = variant.layout()
-        pool = self.data.images.to(setting.device, variant.dtype)
-        self._pool = pool.to(memory_format=layout)
-        self._input = self._pool[: setting.batch_size].clone(memory_format=layout)
+        self.inputs = Inputs(setting, iterations, variant, variant.dtype)
         model = prepare(bench.model, variant)
         self.weights_bytes = memory.tensor_bytes([*model.parameters(), *model.buffers()])
         model = setting.spread(model)
-        self._step = inference_step(model, variant, self._input, setting.device)
-        self._kept: list[Tensor] = []
-        self._ring = 1
+        self._step = inference_step(model, variant, self.inputs.batch, setting.device)
+        self._kept = torch.zeros(0, 1, 1)
 
     def capture(self) -> None:
         """Makes a graph of the step, where the variant wants one."""
         if self.bench.variant.cuda_graph:
             self._step = captured(self._step, self.bench.setting.device)
 
-    def keep(self, iterations: int) -> None:
-        """Makes room for the logits of the newest iterations, up to KEPT_BYTES."""
+    def keep(self, iterations: range) -> None:
+        """Makes room for the logits of the newest iterations."""
         output = self._step()
-        each = output.numel() * output.element_size()
-        self._ring = min(iterations, max(2, int(KEPT_BYTES / each)))
-        self._kept = [torch.empty_like(output) for _ in range(self._ring)]
+        self._kept = output.new_empty((len(self.inputs.data.kept(iterations)), *output.shape))
 
     def __call__(self, index: int, range_: Range = nullcontext) -> None:
-        self._input.copy_(self._pool[self.data.window(index)], non_blocking=True)
+        self.inputs.read(index)
         with range_("forward"):
             output = self._step()
-        if self._kept:
-            self._kept[index % self._ring].copy_(output, non_blocking=True)
-
-    def images_bytes(self) -> int:
-        """Three batches: the input, and two of those that wait. What else waits is for the gate."""
-        return 3 * memory.tensor_bytes([self._input])
-
-    def spare_bytes(self) -> int:
-        return memory.tensor_bytes([self._pool, self._input]) - self.images_bytes()
+        if len(self._kept):
+            self._kept[index % len(self._kept)].copy_(output, non_blocking=True)
 
     def live_bytes(self) -> int:
-        return self.weights_bytes + self.images_bytes() + memory.tensor_bytes(self._kept)
+        return self.weights_bytes + 3 * self.inputs.bytes()[0] + memory.tensor_bytes([self._kept])
 
     def losses(self, iterations: range) -> list[float]:
         """The loss of each iteration whose logits are kept; NaN for the others."""
-        found = [math.nan] * len(iterations)
-        for place, index in list(enumerate(iterations))[-self._ring :]:
-            output = self._kept[index % self._ring].detach().cpu().float()
-            targets = self.data.targets[self.data.window(index)]
-            found[place] = float(self.bench.setting.network.loss(output, targets))
+        data, found = self.inputs.data, [math.nan] * len(iterations)
+        for index in data.kept(iterations):
+            output = self._kept[index % len(self._kept)].detach().cpu().float()
+            targets = data.targets[data.window(index)]
+            loss = self.bench.setting.network.loss(output, targets)
+            found[index - iterations.start] = float(loss)
         return found
 
-    def drawn(self, iterations: range) -> tuple[Tensor, list[proof.Timed]]:
-        """Images that are drawn after the clock, fp32 (N, 3, edge, edge): some of two iterations;
-        and where any iteration that is kept had one of them, what it gave."""
-        kept = iterations[-self._ring :]
-        chosen = [kept[i] for i in torch.randint(len(kept), (2,), generator=_by_chance())]
-        numbers = sorted({
-            self.data.window(index).start + place
-            for index in chosen
-            for place in proof.sample_of(self.data.batch, _by_chance()).tolist()
-        })  # fmt: skip
-        timed: list[proof.Timed] = []
-        for index in kept:
-            window = self.data.window(index)
-            which = [i for i, n in enumerate(numbers) if window.start <= n < window.stop]
-            places = torch.tensor([numbers[i] - window.start for i in which], dtype=torch.long)
-            output = self._kept[index % self._ring]
-            timed += [(which, output[places.to(output.device)].double().cpu())] if which else []
-        return self.data.images[torch.tensor(numbers)], timed
+    def proof(self, iterations: int) -> dict[str, Tensor]:
+        """The sums of each image's logits, of all iterations whose logits are kept."""
+        return {"sums": self._kept.flatten(2).sum(2, dtype=torch.float32)}
 
-
-def _by_chance() -> torch.Generator:
-    """Draws what no seed of the run tells, and leaves PyTorch's own random numbers as they are."""
-    generator = torch.Generator()
-    generator.seed()
-    return generator
+    def show(self, places: dict[str, list[int]]) -> Shown:
+        """The logits of some images of some iterations, by the iterations' numbers."""
+        return {
+            index: self._kept[int(index) % len(self._kept)][which].float()
+            for index, which in places.items()
+        }, {}
 
 
 def measure_inference(bench: Bench, iterations: int, warmup: int, say: Notify) -> Measured:
-    """Warms up, times, and compares the timed logits with the truth; fills in the bench's run."""
+    """Warms up, times, and answers for the timed logits; fills in the bench's run."""
     run, device = bench.run, bench.setting.device
     startup.watch_compilers(torch_compile=bench.variant.compile is not None)
     if bench.variant.compile is not None or bench.variant.export:
@@ -203,23 +177,23 @@ def measure_inference(bench: Bench, iterations: int, warmup: int, say: Notify) -
     inference.capture()
     measured = Measured()
     _warm_up(inference, device, warmup, measured)
-    inference.keep(iterations)
+    timed = range(warmup, warmup + iterations)
+    inference.keep(timed)
     compile_s = startup.compile_seconds()
     if bench.variant.export:
         compile_s = prepared_s
     run.setup_s |= {"compile": compile_s, "warm_up": sum(measured.warmup_ms) / 1e3}
     if not (bench.variant.cuda_graph or bench.variant.captures_itself):
         count_peak_anew(device)  # a graph's memory is seen only while it is captured
-    _timed(inference, bench, range(warmup, warmup + iterations), measured)
-    done = range(warmup, warmup + len(measured.step_ms))
-    measured.losses = [math.nan] * warmup + inference.losses(done)
-    images, timed = inference.drawn(done)  # before another iteration takes the place of one
-    images_bytes, spare = inference.images_bytes(), inference.spare_bytes()
+    _timed(inference, bench, timed, measured)
+    losses = inference.losses(timed[: len(measured.step_ms)])
+    measured.losses = [math.nan] * warmup + losses
+    batch, pool = inference.inputs.bytes()
+    # The input, and two of the batches that wait. What else waits is for the gate.
     run.memory_mb = memory_of(
-        bench, inference, inference.weights_bytes, inference.live_bytes, images_bytes, spare
+        *(bench, measured, inference, inference.weights_bytes, inference.live_bytes),
+        *(3 * batch, pool - 2 * batch),
     )
-    truth = proof.find_truth(bench.model, bench.variant, images.to(device))
-    run.gate, run.metrics["top1_agreement"] = proof.of_inference(bench.variant, truth, timed)
     bench.iteration = inference
     return measured
 
@@ -237,35 +211,32 @@ class Learning:
         wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
     ) -> None:
         setting, variant = bench.setting, bench.variant
-        without_chance(bench.model)
-        self.data = Images(setting, iterations)
-        self._images = self.data.images.to(setting.device).to(memory_format=variant.layout())
-        self._targets = self.data.targets.to(setting.device)
+        networks.without_chance(bench.model)
+        self.inputs = Inputs(setting, iterations, variant, torch.float32)
+        self._targets = self.inputs.data.targets.to(setting.device)
         self.training = Training(wrap(copy.deepcopy(bench.model)), variant, setting)
         self.losses: list[Tensor] = []
 
     def __call__(self, index: int, range_: Range = nullcontext) -> None:
-        window = self.data.window(index)
-        loss = self.training.step(self._images[window], self._targets[window], range_)
-        self.losses.append(loss)
-
-    def images_bytes(self) -> int:
-        """One batch: the images of the other iterations are for the gate."""
-        return memory.tensor_bytes([self._images]) // len(self._images) * self.data.batch
-
-    def spare_bytes(self) -> int:
-        return memory.tensor_bytes([self._images]) - self.images_bytes()
+        self.inputs.read(index)
+        targets = self._targets[self.inputs.data.window(index)]
+        self.losses.append(self.training.step(self.inputs.batch, targets, range_))
 
     def live_bytes(self) -> int:
         model, optimizer = self.training.model, self.training.optimizer
         tensors = [*model.parameters(), *model.buffers(), *memory.optimizer_tensors(optimizer)]
-        return memory.tensor_bytes(tensors) + self.images_bytes()
+        return memory.tensor_bytes(tensors) + self.inputs.bytes()[0]
 
-    def state(self) -> State:
-        found = State.of(self.training.model, self.training.optimizer, self.training.scaler)
-        if self.training.rank:  # DDP overwrites its statistics with those of the first process
-            found.statistics.clear()
-        return found
+    def show(self, show: str) -> Shown:
+        """The state after the newest step."""
+        training = self.training
+        # DDP overwrites the others' statistics with those of the first process.
+        parts = training.model, training.optimizer, training.scaler
+        return shown(*parts, statistics=not training.rank)
+
+    def proof(self, iterations: int) -> dict[str, Tensor]:
+        """The losses of the newest iterations, each of which depends on all before."""
+        return {"losses": torch.stack(self.losses[-iterations:])}
 
 
 def measure_training(
@@ -276,72 +247,42 @@ def measure_training(
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Measured:
     """As `measure_inference`; `wrap` makes the network a part of a group of processes."""
-    run, setting, device = bench.run, bench.setting, bench.setting.device
+    run, device = bench.run, bench.setting.device
     startup.watch_compilers(torch_compile=bench.variant.compile is not None)
     total = warmup + iterations
     learning = Learning(bench, total, wrap)
-    watch = Watch(learning.state, proof.SGD, total)
-
-    def see(index: int) -> None:
-        watch.see(index, learning.losses[-1])
-
     measured = Measured()
     bench.turn.wait()
-    _warm_up(learning, device, warmup, measured, see)
+    _warm_up(learning, device, warmup, measured)
     run.setup_s |= {
         "compile": startup.compile_seconds(),
         "warm_up": sum(measured.warmup_ms) / 1e3,
     }
     count_peak_anew(device)
-    _timed(learning, bench, range(warmup, total), measured, watch.wants, see)
+    bench.turn.answer(learning.show, run)
+    _timed(learning, bench, range(warmup, total), measured)
     measured.losses = [float(loss) for loss in learning.losses]
     model = learning.training.model
     weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
-    images_bytes, spare = learning.images_bytes(), learning.spare_bytes()
+    # The images of the other iterations are for the gate.
     run.memory_mb = memory_of(
-        *(bench, learning, weights, learning.live_bytes, images_bytes, spare, learning.training)
-    )
-    run.gate = proof.of_training(
-        bench.model, bench.variant, setting, watch, lambda rank: Images(setting, total, rank)
+        *(bench, measured, learning, weights, learning.live_bytes),
+        *(*learning.inputs.bytes(), learning.training),
     )
     bench.iteration = learning
     return measured
 
 
-def without_chance(model: nn.Module) -> None:
-    """Switches off dropout and its like."""
-    for module in model.modules():
-        if "Drop" in type(module).__name__ or "StochasticDepth" in type(module).__name__:
-            for name in ("p", "drop_prob"):
-                if isinstance(getattr(module, name, None), float):
-                    setattr(module, name, 0.0)
-        for name in ("drop_rate", "dropout_p"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-
-
 # --- both ----------------------------------------------------------------------------------------
 
 
-def _see_nothing(index: int) -> bool:
-    """Looks at no iteration."""
-    return False
-
-
-def _warm_up(
-    iteration: Iteration,
-    device: torch.device,
-    count: int,
-    measured: Measured,
-    see: Callable[[int], object] = _see_nothing,
-) -> None:
+def _warm_up(iteration: Iteration, device: torch.device, count: int, measured: Measured) -> None:
     """Runs iterations, waiting for each: in them compilers and allocators settle."""
     for index in range(count):
         start = time.perf_counter()
         iteration(index)
         wait(device)
         measured.warmup_ms.append((time.perf_counter() - start) * 1e3)
-        see(index)
 
 
 def take_turn(iterate: Callable[[], object], bench: Bench) -> None:
@@ -361,32 +302,33 @@ def take_turn(iterate: Callable[[], object], bench: Bench) -> None:
 
 
 def _timed(
-    iteration: Iteration,
-    bench: Bench,
-    iterations: range,
-    measured: Measured,
-    wants: Callable[[int], bool] = _see_nothing,
-    see: Callable[[int], object] = _see_nothing,
+    work: "Inference | Learning", bench: Bench, iterations: range, measured: Measured
 ) -> None:
-    """Times iterations on the device's own clock, waiting once, after the last. Ctrl-C keeps what
-    is complete. While `see` looks at an iteration that it wants, the clock stands still."""
-    clock = Clock(bench.setting.device, bench.turn)
-    clock.start()
-    try:
-        for index in iterations:
-            with bench.range_(STEP):
-                iteration(index)
-            clock.mark()
-            if wants(index):
-                clock.stop()
-                see(index)
-                clock.start()
-    except KeyboardInterrupt:
-        measured.interrupted = True
-    clock.stop()
-    measured.step_ms = clock.step_ms
-    if not measured.step_ms:
-        raise KeyboardInterrupt
+    """Times iterations on the device's own clock, waiting once, after the last: or where the judge
+    wants to see what they did. Meanwhile the clock stands still. Ctrl-C keeps what is complete."""
+    device, run, done = bench.setting.device, bench.run, iterations.start
+    clock = Clock(device, bench.turn)
+    while done < iterations.stop and run.status != "interrupted":
+        go = clock.start()
+        work.inputs.take(go.tensors)
+        proof: dict[str, Tensor] = {}
+        try:
+            for index in range(done, go.values.get("until", iterations.stop)):
+                with bench.range_(STEP):
+                    work(index)
+                clock.mark()
+            proof = work.proof(index + 1 - done)
+        except KeyboardInterrupt:
+            run.status = "interrupted"
+        clock.stop(proof)
+        done = iterations.start + len(clock.step_ms)
+        measured.take_peak(device)
+        measured.step_ms = run.step_ms = clock.step_ms
+        if not clock.step_ms:
+            raise KeyboardInterrupt
+        if done == iterations.stop:
+            torch.cuda.empty_cache()  # the judge's network has the same device
+        bench.turn.answer(work.show, run)
 
 
 def time_plain(bench: Bench) -> float | None:
@@ -394,7 +336,8 @@ def time_plain(bench: Bench) -> float | None:
     has to win against. None for the plain network itself."""
     if bench.variant == bench.variant.plain():
         return None
-    plain = Bench(bench.setting, bench.variant.plain(), bench.model, bench.counts, bench.run)
+    run = copy.deepcopy(bench.run)
+    plain = Bench(bench.setting, bench.variant.plain(), bench.model, bench.counts, run)
     measured = Measured()
     inference = Inference(plain)
     _warm_up(inference, bench.setting.device, 2, measured)
@@ -417,6 +360,7 @@ def count_peak_anew(device: torch.device) -> None:
 
 def memory_of(
     bench: Bench,
+    measured: Measured,
     iteration: Iteration,
     weights: int,
     live: Callable[[], int],
@@ -440,7 +384,7 @@ def memory_of(
         parts["optimizer_state"] = memory.tensor_bytes(state)
     parts["images"] = images
     if device.type == "cuda":
-        peak, source = torch.cuda.max_memory_allocated(device), "allocator"
+        peak, source = measured.peak, "allocator"
         peak -= memory.tensor_bytes([*bench.model.parameters(), *bench.model.buffers()]) + spare
     else:
         peak = memory.cpu_step_peak(lambda: iteration(0), live)
@@ -449,7 +393,7 @@ def memory_of(
     found |= {name: amount / memory.MB for name, amount in parts.items()}
     found["rest"] = (peak - sum(parts.values())) / memory.MB
     if device.type == "cuda":
-        found["reserved"] = torch.cuda.max_memory_reserved(device) / memory.MB
+        found["reserved"] = measured.reserved / memory.MB
     return found | {"source": source}
 
 

@@ -199,6 +199,19 @@ def build(network: Network, seed: int, device: torch.device) -> nn.Module:
     return model.eval()
 
 
+def without_chance(model: nn.Module) -> nn.Module:
+    """The network itself, with dropout and its like switched off."""
+    for module in model.modules():
+        if "Drop" in type(module).__name__ or "StochasticDepth" in type(module).__name__:
+            for name in ("p", "drop_prob"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
+        for name in ("drop_rate", "dropout_p"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
 def _norm_of_branch(block: nn.Module) -> nn.BatchNorm2d | None:
     """The last norm of what a block adds to its input; None for any other module."""
     norm: object = None

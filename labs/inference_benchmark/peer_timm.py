@@ -11,7 +11,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from labs.inference_benchmark import measure, modes, networks, proof
+from labs.inference_benchmark import measure, modes, networks
 from labs.inference_benchmark.measure import Bench, Measured
 from workshop.errors import WorkshopError
 from workshop.profilers.table import STEP
@@ -52,10 +52,10 @@ def measure_timm(bench: Bench, iterations: int, warmup: int, say: measure.Notify
     startup.watch_compilers(torch_compile=variant.compile is not None)
     if variant.compile is not None:
         say("Compiling model (this may take minutes the first time) ...")
-    images = setting.network.images(setting.batch_size, setting.images_seed())
+    inputs = measure.Inputs(setting, warmup + iterations, variant, variant.dtype)
+    batch = inputs.batch
     measure.count_peak_anew(device)
     model = modes.prepare(build(setting.network.name, bench.model), variant)
-    batch = images.to(device, variant.dtype).to(memory_format=variant.layout())
     step = modes.inference_step(model, variant, batch, device)
 
     def timed(into: list[float]) -> Tensor:
@@ -74,36 +74,29 @@ def measure_timm(bench: Bench, iterations: int, warmup: int, say: measure.Notify
     run.setup_s |= {"compile": compile_s, "warm_up": sum(measured.warmup_ms) / 1e3}
     if not variant.captures_itself:
         measure.count_peak_anew(device)  # a graph's memory is seen only while it is captured
-    bench.turn.begin()
+    inputs.take(bench.turn.begin().tensors)
+    inputs.read(0)
     try:
         for _ in range(iterations):
             with bench.range_(STEP):
                 output = timed(measured.step_ms)
     except KeyboardInterrupt:
-        measured.interrupted = True
-    bench.turn.end(measured.step_ms)
+        run.status = "interrupted"
+    bench.turn.end(measured.step_ms, {"sums": output[None].flatten(2).sum(2, dtype=torch.float32)})
     if not measured.step_ms:
         raise KeyboardInterrupt
+    measured.take_peak(device)
     output = output.clone()  # a graph's next replay takes its place
-    weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
-    live = weights + memory.tensor_bytes([batch])
-    bench.iteration = lambda index: step()
-    held = memory.tensor_bytes([batch])
-    run.memory_mb = measure.memory_of(bench, bench.iteration, weights, lambda: live, held)
-    _prove(bench, measured, images, output)
-    return measured
-
-
-def _prove(bench: Bench, measured: Measured, images: Tensor, output: Tensor) -> None:
-    """Compares the logits of the last timed step with the truth; its loss is the only one kept."""
-    run, setting = bench.run, bench.setting
-    targets = setting.network.targets(setting.batch_size, setting.images_seed())
-    loss = float(setting.network.loss(output.cpu().float(), targets))
     others = len(measured.warmup_ms) + len(measured.step_ms) - 1
-    measured.losses = [math.nan] * others + [loss]
-    chosen = proof.sample_of(setting.batch_size, torch.Generator().manual_seed(setting.seed))
-    truth = proof.find_truth(bench.model, bench.variant, images[chosen].to(setting.device))
-    timed = output[chosen.to(setting.device)].double().cpu()
-    run.gate, run.metrics["top1_agreement"] = proof.of_inference(
-        bench.variant, truth, [(range(len(chosen)), timed)]
+    targets = inputs.data.targets[inputs.data.window(0)]
+    loss = float(setting.network.loss(output.cpu().float(), targets))
+    measured.losses = [math.nan] * others + [loss]  # of the last step alone
+    run.step_ms = measured.step_ms
+    bench.turn.answer(lambda places: ({"0": output[places["0"]].float()}, {}), run)
+    weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
+    held, spare = inputs.bytes()
+    bench.iteration = lambda index: step()
+    run.memory_mb = measure.memory_of(
+        *(bench, measured, bench.iteration, weights, lambda: weights + held, held, spare)
     )
+    return measured

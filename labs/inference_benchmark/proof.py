@@ -1,28 +1,34 @@
-"""The gate: the timed iterations did the network's work.
+"""The gate, the judge's side: the timed iterations did the network's work.
 
-Inference: images are drawn after the clock, and the logits that any timed iteration left for them
-are compared with the fp32 network's in fp64. They may be no further from them than a small multiple
-of what plain eager mode loses at the same precision. Training: four of its steps, the last two
-among them, are done again (workshop/gate/steps.py) by a plain step that has only the network in
-common with the run's.
+With "go" comes a pattern that is added to all images. Inference: after the clock the judge draws
+images, and the logits that any timed iteration left for them are compared with the fp32 network's
+in fp64. They may be no further from them than a small multiple of what plain eager mode loses at
+the same precision. Training: four of its steps, the last two among them, are done again
+(workshop/gate/steps.py) by a plain step that has only the network in common with the run's.
 """
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from labs.inference_benchmark import networks
+from labs.inference_benchmark.batches import Images
 from labs.inference_benchmark.modes import Setting, Variant
 from labs.inference_benchmark.networks import AUXILIARY_WEIGHT, Network, logits, run_once
 from workshop.gate import steps
 from workshop.gate.parity import Measure, as_recorded, badness
 from workshop.gate.steps import State, Watch, plain_arithmetic
+from workshop.judge.pipe import Message
+from workshop.judge.turn import Check, Shown
+from workshop.labs import LabRun
 from workshop.results import Parity
 from workshop.run.precision import set_arithmetic
 
@@ -37,16 +43,109 @@ from the truth. Logits of other images are at 1.4. In bf16 random MobileNets and
 to 0.66, since their depthwise convolutions cancel what is smooth, and not the rounding."""
 SAMPLE = 8
 """Images of a batch that are drawn at most: the last, and others."""
+SUM_ROUNDINGS = 1e-4
+"""Relative to the sum of an image's absolute logits: what two sums of these may differ by."""
+PATTERN = 0.5
+"""The strength of the pattern, as a share of an image's. Logits of images without it are then 0.86
+to 1.6 off, which MOST_ERROR does not allow, and bf16 loses as much as without: 11 networks, two
+seeds. At 0.25 they are 0.48 off in Swin."""
 MOST_LAYERS_OF_A_BLOCK = 12
 SGD = steps.Sgd(0.9, lambda number: 0.01)
 Timed = tuple[Sequence[int], Tensor]
 """The drawn images that an iteration had, by number, and its logits for them, fp64 on the CPU."""
 
 
-def sample_of(batch_size: int, generator: torch.Generator) -> Tensor:
-    """Places of images that are compared, int64 (at most SAMPLE,)."""
-    drawn = torch.randperm(batch_size, generator=generator)[: SAMPLE - 1]
-    return torch.cat([drawn, torch.tensor([batch_size - 1])]).unique()
+class InferenceCheck(Check):
+    """Compares the logits that timed iterations have left."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        variant: Variant,
+        timed: range,
+        build: Callable[[], nn.Module],
+        seed: int,
+    ) -> None:
+        """
+        Args:
+            timed: the numbers of the timed iterations.
+            build: makes the fp32 network, or has it.
+            seed: of all that is drawn, which the process does not know.
+        """
+        self._setting, self._variant, self._timed = setting, variant, timed
+        self._build, self._chance = build, random.Random(seed)
+        self._sums = torch.zeros(0)
+        """Of each image's logits, (kept iterations, B), as they were when the clock stopped."""
+        self._patterns: dict[int, Tensor] = {}
+        """Each fp32 (1, 3, edge, edge), by the last iteration that has it."""
+
+    def draw(self) -> Shown:
+        return self._drawn(self._timed.stop)
+
+    def _drawn(self, until: int) -> Shown:
+        pattern = PATTERN * self._setting.network.images(1, self._chance.randrange(2**62))
+        self._patterns[until - 1] = pattern
+        return {"pattern": pattern}, {"until": until}
+
+    def take(self, proof: Mapping[str, Tensor]) -> None:
+        self._sums = proof.get("sums", torch.zeros(0)).double().cpu()
+
+    def judge(self, ask: Callable[..., Message], run: LabRun) -> None:
+        data, done = Images(self._setting, self._timed.stop), self._timed[: len(run.step_ms)]
+        if len(run.step_ms) != len(self._timed) and run.status != "interrupted":
+            sentence = f"it has done {len(run.step_ms)} iterations of {len(self._timed)}"
+            run.gate = Parity("fail", [sentence])
+            return
+        # timm has one batch, and keeps the last step's logits.
+        kept = range(1) if self._variant.peer == "timm" else data.kept(done)
+        numbers = self._draw_images(data, kept)
+        rows: dict[str, list[int]] = {}  # of the drawn images, by iteration
+        places: dict[str, list[int]] = {}  # the same in its batch
+        for index in kept:
+            window = data.window(index)
+            inside = [n for n in numbers if window.start <= n < window.stop]
+            if inside:
+                rows[str(index)] = [numbers.index(n) for n in inside]
+                places[str(index)] = [n - window.start for n in inside]
+        shown = ask(places=places).tensors
+        set_arithmetic("fp32")
+        model = self._build()
+        set_arithmetic(self._variant.precision)
+        pattern = self._patterns[self._timed.stop - 1]
+        known = find_truth(model, self._variant, data.images[numbers], pattern)
+        torch.cuda.empty_cache()
+        shapes = {index: known.logits[which].shape for index, which in rows.items()}
+        if {name: tensor.shape for name, tensor in shown.items()} != shapes:
+            run.gate = Parity("fail", ["it does not show the logits of the images that are drawn"])
+            return
+        if run.status != "interrupted" and not self._as_timed(shown, places, (len(kept), data.batch)):
+            sentence = "it shows other logits than it had when its clock stopped"
+            run.gate = Parity("fail", [sentence])
+            return
+        timed = [(which, shown[index].double().cpu()) for index, which in rows.items()]
+        run.gate, run.metrics["top1_agreement"] = of_inference(self._variant, known, timed)
+
+    def _as_timed(
+        self, shown: Mapping[str, Tensor], places: Mapping[str, list[int]], shape: tuple[int, int]
+    ) -> bool:
+        """Whether the logits of some images have the sums that came when the clock stopped."""
+        if self._sums.shape != shape:
+            return False
+        for index, which in places.items():
+            output, sums = shown[index].double().cpu().flatten(1), self._sums[int(index) % shape[0]]
+            near = (output.sum(1) - sums[which]).abs() <= SUM_ROUNDINGS * output.abs().sum(1)
+            if not near.all():
+                return False
+        return True
+
+    def _draw_images(self, data: Images, kept: range) -> list[int]:
+        """Numbers of images in the pool: the last one of a batch and others, of two batches."""
+        drawn = set()
+        for index in self._chance.choices(kept, k=2):
+            window = data.window(index)
+            numbers = range(window.start, window.stop)
+            drawn |= {numbers[-1], *self._chance.sample(numbers, min(SAMPLE - 1, data.batch))}
+        return sorted(drawn)
 
 
 @dataclass(frozen=True)
@@ -60,14 +159,17 @@ class Truth:
 
 
 @torch.no_grad()
-def find_truth(model: nn.Module, variant: Variant, images: Tensor) -> Truth:
-    """Runs the fp32 network in fp64, and as it is at the variant's precision; images are fp32
-    (N, 3, H, W)."""
+def find_truth(model: nn.Module, variant: Variant, images: Tensor, pattern: Tensor) -> Truth:
+    """Runs the fp32 network in fp64, and as it is at the variant's precision, on the sum of images
+    (N, 3, H, W) and pattern, both fp32."""
+    device = next(model.parameters()).device
     with run_once():
-        truth = logits(copy.deepcopy(model).double()(images.double())).cpu()
+        exact = (images + pattern).to(device)
+        truth = logits(copy.deepcopy(model).double()(exact.double())).cpu()
         plain = copy.deepcopy(model).to(variant.dtype)
-        with variant.context(images.device):
-            eager = logits(plain(images.to(variant.dtype))).double().cpu()
+        with variant.context(device):
+            read = images.to(variant.dtype) + pattern.to(variant.dtype)
+            eager = logits(plain(read.to(device))).double().cpu()
     return Truth(truth, eager)
 
 
@@ -102,51 +204,52 @@ def of_inference(variant: Variant, known: Truth, timed: Sequence[Timed]) -> tupl
     return parity, float(torch.cat([one.flatten() for one in same]).double().mean())
 
 
-class Batches(Protocol):
-    """measure.Images."""
+class TrainingCheck(InferenceCheck):
+    """Does some of the steps of a training again. Of a group's training one process does all: the
+    gradients of a step are those of all parts, each with its share of the whole batch."""
 
-    images: Tensor
-    targets: Tensor
+    @functools.cached_property
+    def _watch(self) -> Watch:
+        shapes = steps.shapes_of(self._build(), statistics=not self._setting.rank)
+        return Watch(SGD, shapes, self._chance, self._timed.stop, self._timed.start)
 
-    def window(self, index: int) -> slice: ...
+    def draw(self) -> Shown:
+        return self._drawn(self._watch.until)
 
+    def take(self, proof: Mapping[str, Tensor]) -> None:
+        self._watch.take(proof)
 
-def of_training(
-    model: nn.Module,
-    variant: Variant,
-    setting: Setting,
-    watch: Watch,
-    batches_of: Callable[[int], Batches],
-) -> Parity:
-    """The verdict on a training run.
+    def judge(self, ask: Callable[..., Message], run: LabRun) -> None:
+        if self._watch.see(ask, run):
+            setting, precision = self._setting, self._variant.precision
+            ranks = range(len(setting.parts) or 1)
+            data = [Images(setting, self._timed.stop, rank) for rank in ranks]
+            set_arithmetic("fp32")
+            plain = functools.partial(self._plain, networks.without_chance(self._build()), data)
+            run.gate = self._watch.verdict(plain, precision, setting.batch_size)
+            del self._watch  # whose states are large
+            set_arithmetic(precision)
+            torch.cuda.empty_cache()
 
-    Args:
-        model: the fp32 network; its weights do not matter.
-        watch: has seen all steps.
-        batches_of: the images and targets of a process of the group, by its rank.
-    """
-    parts = setting.parts or (setting.batch_size,)
-    shares = [part / sum(parts) for part in parts]
-    data = [batches_of(rank) for rank in range(len(parts))]
-
-    def plain(
-        before: State, number: int, precision: str
+    def _plain(
+        self, model: nn.Module, images: list[Images], before: State, number: int, precision: str
     ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-        """steps.Plain. Of a group's training one process does all: the gradients of a step are
-        those of all parts, each with its share of the whole batch."""
+        """As steps.Plain, on the images of each process of the group."""
+        setting = self._setting
+        parts = setting.parts or (setting.batch_size,)
         network = recomputing(copy.deepcopy(model)).train()
         network.load_state_dict(before.weights | before.statistics, strict=False)
         for rank in sorted(range(len(parts)), key=lambda rank: rank != setting.rank):
-            window = data[rank].window(number)
-            images = data[rank].images[window].to(setting.device)
-            targets = data[rank].targets[window].to(setting.device)
+            window = images[rank].window(number)
+            batch = (images[rank].images[window] + self._patterns[number]).to(setting.device)
+            targets = images[rank].targets[window].to(setting.device)
             with plain_arithmetic(precision, setting.device):
-                loss = _loss(setting.network, network(images), targets)
+                loss = _loss(setting.network, network(batch), targets)
             if rank == setting.rank:  # before a recomputed block sees the batch again
                 own_loss = loss.item()
                 buffers = dict(network.named_buffers())
                 statistics = {name: buffers[name].clone() for name in before.statistics}
-            (loss * shares[rank] * before.loss_scale).backward()
+            (loss * (parts[rank] / sum(parts)) * before.loss_scale).backward()
         gradients = {
             name: torch.zeros_like(weight)
             if weight.grad is None
@@ -154,10 +257,6 @@ def of_training(
             for name, weight in network.named_parameters()
         }
         return own_loss, gradients, statistics
-
-    verdict = steps.audit(watch.steps, plain, variant.precision, setting.batch_size)
-    set_arithmetic(variant.precision)
-    return verdict
 
 
 def _loss(network: Network, output: Any, targets: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import argparse
 import copy
 import dataclasses
 import math
+import random
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from labs.inference_benchmark import group as groups
-from labs.inference_benchmark import measure, modes, networks, peer_timm, request, show
+from labs.inference_benchmark import measure, modes, networks, peer_timm, proof, request, show
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.measure import Bench, Measured
 from labs.inference_benchmark.modes import Setting, Variant
@@ -181,13 +182,30 @@ def new_run(
     return record
 
 
-def planned(flags: list[str], study: str, session: str) -> LabRun:
-    """The record of a run that a study asks for, before it measures."""
+def planned(flags: list[str], study: str, session: str) -> tuple[LabRun, proof.InferenceCheck]:
+    """The record of a run that a study asks for, before it measures, and what will judge it."""
     arguments = request.build_parser().parse_args(flags)
     device = hardware.get_device(arguments.device)
     network = networks.get_network(arguments.network)
     command = ["micro_benchmarking_pytorch.py", *flags]
-    return new_run(arguments, network, variant_of(arguments), device, study, session, command)
+    run = new_run(arguments, network, variant_of(arguments), device, study, session, command)
+    setting = Setting(network, device, arguments.batch_size, arguments.seed)
+    seed = random.SystemRandom().randrange(2**62)
+
+    def build() -> nn.Module:
+        return networks.build(network, setting.seed, device)
+
+    return run, check_of(arguments, setting, build, seed)
+
+
+def check_of(
+    arguments: argparse.Namespace, setting: Setting, build: Callable[[], nn.Module], seed: int
+) -> proof.InferenceCheck:
+    """As proof.InferenceCheck."""
+    first = arguments.warmup_iterations
+    timed, variant = range(first, first + arguments.iterations), variant_of(arguments)
+    kind = proof.TrainingCheck if arguments.mode == "training" else proof.InferenceCheck
+    return kind(setting, variant, timed, build, seed)
 
 
 def _measure(
@@ -202,7 +220,8 @@ def _measure(
     say = show.speaker(group, setting.device)
     show.configuration(say, arguments, setting, variant, group)
     bench = measure.make_bench(setting, variant, record, training)
-    bench.turn = Turn(arguments.candidate)
+    check = check_of(arguments, setting, lambda: bench.model, setting.seed)
+    bench.turn = Turn(arguments.candidate, check)
     if arguments.ranges:
         bench.range_ = markers.for_vendor_tools(setting.device)
         if setting.device.type == "cpu":
@@ -217,16 +236,13 @@ def _measure(
     # After the iterations: processes beside this one may prepare until then.
     dtype = PRECISIONS[variant.precision].autocast_dtype
     record.ceiling_tflops = hardware.measure_matmul_tflops(setting.device, dtype)
-    record.step_ms = measured.step_ms
     record.losses = results.finite(measured.losses)
     show.iterations(say, measured)
-    if not groups.all_pass(group, record.gate.status == "pass"):
+    if not groups.all_pass(group, record.gate.status != "fail"):
         record.status = "gate failed"
         if record.gate.status == "pass":  # another process's is not
             record.gate.status = "fail"
             record.gate.failures.append("the gate of another process failed")
-    elif measured.interrupted:
-        record.status = "interrupted"
     _finish(bench, measured, group, arguments, training)
     if bench.turn.judged:
         bench.turn.tell(record)

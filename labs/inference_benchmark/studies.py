@@ -180,7 +180,7 @@ def _speed_flags(arguments: argparse.Namespace, without: str) -> tuple[str, ...]
 def _alternate(plans: list[Flags], arguments: argparse.Namespace) -> int:
     folder = results.prepare_folder(arguments.output_dir)
     session, common = results.new_session(), _common_flags(arguments)
-    baseline = single.planned([*common, *plans[0]], arguments.study, session).variant
+    baseline = single.planned([*common, *plans[0]], arguments.study, session)[0].variant
     runs: list[LabRun] = []
     dead: set[Flags] = set()
     interrupted = False
@@ -235,9 +235,10 @@ def _common_flags(arguments: argparse.Namespace) -> list[str]:
 def _plan(
     flags: list[str], arguments: argparse.Namespace, session: str, baseline: str
 ) -> studies.Plan:
-    run = single.planned(flags, arguments.study, session)
+    run, check = single.planned(flags, arguments.study, session)
     run.baseline = baseline
-    return studies.Plan([sys.executable, str(PROGRAM), *flags], [run], arguments.output_dir)
+    command = [sys.executable, str(PROGRAM), *flags]
+    return studies.Plan(command, [run], arguments.output_dir, check=check)
 
 
 def _write(rows: list[LabRow], folder: Path, name: str) -> None:
@@ -300,7 +301,7 @@ def _all_networks(arguments: argparse.Namespace, device: torch.device) -> int:
         print(f"Session {session}: {len(runs)} networks are complete")
     common = _common_flags(arguments)
     first = [*common, *plain, "--network", names[0]]
-    baseline = single.planned(first, arguments.study, session).variant
+    baseline = single.planned(first, arguments.study, session)[0].variant
     left = [name for name in names if name not in runs]
     size = max(1, arguments.jobs // len(variants))
     try:

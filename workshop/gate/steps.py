@@ -1,10 +1,10 @@
 """The audit of a lab's training: some of its steps, done again one at a time.
 
 A lab trains too long to be trained twice, so four of its steps are done again: the first, one that
-is drawn anew in each run, and the last two, which lead to the final weights. Each begins from the
-state that the run itself had before it, and has the batch of its number, whatever the run has read.
-A plain step that shares no code with the run's gives the gradients: in fp32, and at the run's
-precision to see what that costs.
+the judge draws, and the last two, which lead to the final weights. The run stops before and after
+each and shows its state. Each is done again from the state that the run itself had before it, with
+the batch of its number, whatever the run has read. A plain step that shares no code with the run's
+gives the gradients: in fp32, and at the run's precision to see what that costs.
 
 The optimizer needs no second run. From the momentum before and after a step follows the gradient
 that was added to it, and from both the new weights, at any precision up to roundings of fp32.
@@ -12,7 +12,8 @@ that was added to it, and from both the new weights, at any precision up to roun
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from workshop.gate.audit import sketch
 from workshop.gate.parity import ROUNDING_UNITS, Measure, as_recorded, badness
-from workshop.results import Parity
+from workshop.results import Parity, Run
 from workshop.run.precision import PRECISIONS, set_arithmetic
 
 MOST_TIMES = 3.0
@@ -53,7 +54,7 @@ RATE_ROUNDINGS = 2.0**-18
 
 @dataclass(frozen=True)
 class State:
-    """All that a step changes, on the CPU by the names of the network's tensors."""
+    """All that a step changes, fp32 on the CPU by the names of the network's tensors."""
 
     weights: dict[str, Tensor]
     momentum: dict[str, Tensor]
@@ -63,19 +64,39 @@ class State:
     loss_scale: float
 
     @staticmethod
-    def of(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> "State":
-        weights, momentum = {}, {}
-        for name, weight in model.named_parameters():
-            name = name.removeprefix("module.")  # DistributedDataParallel's
-            found = optimizer.state[weight].get("momentum_buffer")
-            weights[name] = _kept(weight)
-            momentum[name] = torch.zeros_like(weights[name]) if found is None else _kept(found)
-        statistics = {
-            name.removeprefix("module."): _kept(buffer)
-            for name, buffer in model.named_buffers()
-            if name.endswith(("running_mean", "running_var"))
-        }
-        return State(weights, momentum, statistics, scaler.get_scale())
+    def of(shown: Mapping[str, Tensor], loss_scale: float) -> "State":
+        def part(kind: str) -> dict[str, Tensor]:
+            names = [name for name in shown if name.startswith(kind)]
+            return {name.removeprefix(kind): shown[name].float() for name in names}
+
+        return State(part("weight "), part("momentum "), part("statistic "), loss_scale)
+
+
+def shown(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: Any,
+    statistics: bool = True,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state of a training as a message has it: fp32 tensors, and values."""
+    tensors = {}
+    for name, weight in model.named_parameters():
+        name = name.removeprefix("module.")  # DistributedDataParallel's
+        found = optimizer.state[weight].get("momentum_buffer")
+        tensors[f"weight {name}"] = _kept(weight)
+        tensors[f"momentum {name}"] = _kept(torch.zeros_like(weight) if found is None else found)
+    for name, buffer in model.named_buffers():
+        if statistics and name.endswith(("running_mean", "running_var")):
+            tensors[f"statistic {name.removeprefix('module.')}"] = _kept(buffer)
+    return tensors, {"loss_scale": scaler.get_scale()}
+
+
+def shapes_of(model: nn.Module, statistics: bool = True) -> dict[str, torch.Size]:
+    """The shapes of what a training of the network has to show."""
+    optimizer = torch.optim.SGD(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    tensors, _ = shown(model, optimizer, scaler, statistics)
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _kept(tensor: Tensor) -> Tensor:
@@ -142,47 +163,88 @@ def plain_arithmetic(precision: str, device: torch.device) -> Iterator[None]:
 
 
 class Watch:
-    """Keeps the steps that are compared, while the run goes on.
+    """The judge's side: it draws the steps that are compared, and keeps them.
 
     Args:
-        state: gives the run's present one.
+        shapes: of the tensors that the run has to show.
+        chance: draws a step.
         total: the number of the run's last step plus 1.
         first: the number of the run's first step.
+        every: the run also stops after so many steps.
     """
 
-    def __init__(self, state: Callable[[], State], sgd: Sgd, total: int, first: int = 0) -> None:
-        self._state, self._sgd = state, sgd
-        drawn = random.SystemRandom().randrange(first, total)
-        self._wanted = {drawn, total - 2, total - 1}
-        self.now = state()
-        """The newest state that was kept."""
+    def __init__(
+        self,
+        sgd: Sgd,
+        shapes: Mapping[str, torch.Size],
+        chance: random.Random,
+        total: int,
+        first: int = 0,
+        every: int = sys.maxsize,
+    ) -> None:
+        self._sgd, self._shapes, self._first, self._total = sgd, shapes, first, total
+        self._every = every
+        self._wanted = {chance.randrange(first, total), total - 2, total - 1}
+        self.done = self.until = first
+        """How many steps were done when the run last stopped, and how many will be when it stops
+        again."""
+        self.now: State | None = None
+        """The newest state that was shown."""
         self.steps: list[Step] = []
+        self.failures: list[str] = []
+        self._losses: list[float] = []
 
-    def wants(self, number: int) -> bool:
-        """Whether `see` will look at a step, which takes time."""
-        return not self.steps or number in self._wanted or number + 1 in self._wanted
+    def take(self, proof: Mapping[str, Tensor]) -> None:
+        """Keeps the losses of the steps since the run last stopped, which have come with its times:
+        each depends on all steps before."""
+        self._losses += proof.get("losses", torch.zeros(0)).flatten().tolist()
 
-    def see(self, number: int, loss: Tensor) -> None:
-        """To be called after every step."""
-        if not self.wants(number):
-            return
-        wanted = number in self._wanted or not self.steps
-        before, self.now = self.now, self._state()
+    def see(self, ask: Callable[..., Any], run: Run) -> bool:
+        """Looks at a run that has stopped; whether there is nothing more to look at."""
+        if run.status == "interrupted":
+            return True
+        for what, found in (("done", run.step_ms), ("shown the losses of", self._losses)):
+            done = self._first + len(found)
+            if done != self.until:
+                self.failures.append(
+                    f"it has {what} {done} steps where {self.until} were asked for"
+                )
+                return True
+        answer = ask(show="state")
+        shapes = {name: tensor.shape for name, tensor in answer.tensors.items()}
+        scale = answer.values.get("loss_scale")
+        if shapes != self._shapes or not isinstance(scale, float):
+            self.failures.append("its weights, momentum and statistics are not the network's")
+            return True
+        before, self.now = self.now, State.of(answer.tensors, scale)
+        wanted = done - 1 in self._wanted or not self.steps
         # A scaled loss that overflows leaves the step out and lowers the scale.
-        if wanted and self.now.loss_scale >= before.loss_scale:
-            self.steps.append(self._step(number, float(loss), before))
+        if before and wanted and self.now.loss_scale >= before.loss_scale:
+            self.steps.append(self._step(done - 1, self._losses[-1], before, self.now))
+        self.done, later = done, (done // self._every + 1) * self._every
+        stops = [stop for number in self._wanted for stop in (number, number + 1) if stop > done]
+        self.until = min([later, *stops]) if self.steps else done + 1
+        return done == self._total
 
-    def _step(self, number: int, loss: float, before: State) -> Step:
+    def verdict(
+        self, plain: "Plain", precision: str, batch_size: int, weight_decay: float = 0.0
+    ) -> Parity:
+        found = audit(self.steps, plain, precision, batch_size, weight_decay)
+        found.failures += self.failures
+        found.status = "fail" if found.failures else "pass"
+        return found
+
+    def _step(self, number: int, loss: float, before: State, after: State) -> Step:
         gradients, updates = {}, {}
         for name in before.weights:
-            gradients[name] = sketch(self._sgd.gradient(name, before, self.now), name)
-            updates[name] = self._update(name, before, number)
-        found = Outcome(loss, gradients, _changes(before, self.now.statistics))
+            gradients[name] = sketch(self._sgd.gradient(name, before, after), name)
+            updates[name] = self._update(name, before, after, number)
+        found = Outcome(loss, gradients, _changes(before, after.statistics))
         return Step(number, before, found, updates)
 
-    def _update(self, name: str, before: State, number: int) -> Measure:
-        old, new = before.weights[name].double(), self.now.weights[name].double()
-        movement = self._sgd.movement(name, before, self.now, number)
+    def _update(self, name: str, before: State, after: State, number: int) -> Measure:
+        old, new = before.weights[name].double(), after.weights[name].double()
+        movement = self._sgd.movement(name, before, after, number)
         error, size = float((new - old - movement).norm()), float(movement.norm())
         allowed = UPDATE_ROUNDINGS * float(old.norm() + size) + RATE_ROUNDINGS * size
         return Measure(error / size, allowed / size, 0.0) if size else Measure(error, 1e-30, 0.0)

@@ -119,22 +119,24 @@ class Candidate:
     def _measured(self, planned: LabRun) -> LabRun:
         spans: Spans = []
         judge_ms = 0.0
-        check = self.plan.check
-        while (message := self._process.answer("begin", "finished", "measured")).kind == "begin":
+        check, judged = self.plan.check, copy.deepcopy(self._judged)
+        kinds = ("begin", "finished", "measured")
+        while (message := self._process.answer(*kinds)).kind != "measured":
+            if message.kind == "finished":
+                if check:
+                    check.judge(self._ask, judged)
+                self._process.ask("enough")
+                continue
             tensors, values = check.draw() if check else ({}, {})
             done, seconds, _ = self._process.timed("go", tensors, "done", **values)
             spans.append(_times(done))
+            judged.step_ms += spans[-1]
+            judge_ms += seconds * 1e3
             if check:
                 check.take(done.tensors)
-            judge_ms += seconds * 1e3
-        if message.kind == "finished":
-            if check:
-                check.judge(self._ask, self._judged)
-            self._process.ask("enough")
-            message = self._process.answer("measured")
         run = _filled(planned, message)
         if check:
-            _take_verdict(run, self._judged)
+            _take_verdict(run, judged)
         if any(spans):
             self.plan.take_times(run, spans)
             _settle(run, spans, judge_ms)
@@ -145,6 +147,8 @@ class Candidate:
 
 def _take_verdict(run: LabRun, judged: LabRun) -> None:
     """Puts the judge's verdict in the place of the process's own."""
+    if run.status == "complete" and judged.gate.status == judged.audit.status == "not run":
+        raise Closed("the process told what it measured before it was judged")
     run.gate, run.audit = judged.gate, judged.audit
     run.metrics |= judged.metrics
     if run.refused:

@@ -36,10 +36,12 @@ class Check(Protocol):
 
     def judge(self, ask: Callable[..., Message], run: LabRun) -> None:
         """Asks the process for what it did, and fills in the run's gate, its audit, and the metrics
-        that follow from what it compares.
+        that follow from what it compares. Called each time that the process has stopped to answer:
+        it may do so between spans.
 
         Args:
             ask: takes values by name, for the process, and returns its answer.
+            run: has the times of all steps so far.
         """
 
 
@@ -94,6 +96,7 @@ class Turn:
 
         Args:
             show: takes the values of a question by name.
+            run: alone, has the times of all steps so far.
         """
         if self._pipe:
             return bool(self._answer(self._pipe, show).values["passed"])
