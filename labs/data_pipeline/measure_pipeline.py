@@ -9,9 +9,7 @@ it trains on the plain loop's images, to the plain loop's losses and weights.
 """
 
 import argparse
-import itertools
 import sys
-import tempfile
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +25,7 @@ if __name__ == "__main__":
 
 import torch
 
-from labs.data_pipeline import make_dataset, measure_rung, profiling, rates, rungs
+from labs.data_pipeline import make_dataset, measure_rung, profiling, proof, rates, rungs
 from labs.data_pipeline.formats import FORMATS, MANIFEST, PACKED, BadData, Folder, how_to_make
 from labs.data_pipeline.loop import Loop
 from labs.data_pipeline.measure_rung import LAB, cores
@@ -37,6 +35,7 @@ from workshop.compare import lab_table, tables
 from workshop.compare.tables import Line, Table, number
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge import studies
+from workshop.judge.pipe import Closed
 from workshop.labs import LabRow, LabRun
 from workshop.run import hardware, timing
 
@@ -91,8 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for flag in ("--rung", "--folder"):  # what one process measures
         add(flag, help=argparse.SUPPRESS)
-    for flag in ("--profile-dir", "--audit"):
-        add(flag, type=Path, help=argparse.SUPPRESS)
+    add("--profile-dir", type=Path, help=argparse.SUPPRESS)
     add("--candidate", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -243,17 +241,20 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> int:
     session = results.new_session()
     runs = [_skipped(arguments, name, device, why, session) for name, why in reasons.items() if why]
     profiles = folder / "profiles" / session
-    with tempfile.TemporaryDirectory() as arguments.audit:
-        for repeat in range(arguments.repeats):
-            plans = [
-                _plan(arguments, name, folders[rungs.is_large(name)], device, session,
-                      [] if repeat else ["--profile-dir", str(profiles / name)])
-                for name in names[:: 1 - 2 * (repeat % 2)]
-                if not reasons[name]
-            ]  # fmt: skip
-            for one in studies.in_turns(plans, arguments.jobs):
-                runs.append(one)
-                print(f"{one.variant}: {_outcome(one)}", flush=True)
+    for repeat in range(arguments.repeats):
+        plain = {
+            large: proof.PlainLoop(measure_rung.asked(arguments, large, made, device))
+            for large, made in folders.items()
+        }
+        plans = [
+            _plan(arguments, name, plain[rungs.is_large(name)], session,
+                  [] if repeat else ["--profile-dir", str(profiles / name)])
+            for name in names[:: 1 - 2 * (repeat % 2)]
+            if not reasons[name]
+        ]  # fmt: skip
+        for one in studies.in_turns(plans, arguments.jobs):
+            runs.append(one)
+            print(f"{one.variant}: {_outcome(one)}", flush=True)
     return _show(runs, names, folder, profiles)
 
 
@@ -297,17 +298,16 @@ def _folder_name(arguments: argparse.Namespace, name: str) -> Path:
 def _plan(
     arguments: argparse.Namespace,
     name: str,
-    folder: Path,
-    device: torch.device,
+    plain: proof.PlainLoop,
     session: str,
     more: Sequence[str],
 ) -> studies.Plan:
+    folder, device = plain.asked.folder, plain.asked.device
     flags = {
         "steps": name, "rung": name, "folder": folder,
         "workers": arguments.workers, "batch-size": arguments.batch_size,
         "resnet-batch-size": arguments.resnet_batch_size, "epochs": arguments.epochs,
         "seed": arguments.seed, "device": device, "open-ms": arguments.open_ms,
-        "audit": arguments.audit,
     }  # fmt: skip
     if arguments.iterations:
         flags["iterations"] = arguments.iterations
@@ -316,9 +316,14 @@ def _plan(
     record = measure_rung.new_run(arguments, name, folder, device, session, command)
 
     def take_times(run: LabRun, spans: studies.Spans) -> None:
-        measure_rung.time_epochs(run, list(itertools.chain.from_iterable(spans)), arguments.epochs)
+        (times,), asked = spans, arguments.epochs * plain.images.steps
+        if len(times) != asked:
+            raise Closed(f"the process told {len(times)} times of {asked} steps")
+        measure_rung.time_epochs(run, times, arguments.epochs)
 
-    return studies.Plan([sys.executable, *command], [record], arguments.output_dir, take_times)
+    check = proof.Check(plain, record)
+    words = [sys.executable, *command]
+    return studies.Plan(words, [record], arguments.output_dir, take_times, check)
 
 
 def _outcome(run: LabRun) -> str:
