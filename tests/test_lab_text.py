@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib.util
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import language_models
 from labs.text_generation import (
     documents,
     fast,
+    generate,
     lm_gen,
     lm_gen_ds,
     measure_engines,
@@ -36,6 +38,8 @@ from labs.text_generation import (
 from labs.text_generation.engines import Answer, HuggingFace
 from labs.text_generation.models import Loaded
 from workshop import labs, records
+from workshop.judge.pipe import Closed
+from workshop.judge.turn import Turn
 from workshop.labs import LabRun
 from workshop.run import hardware
 from workshop.run.precision import get_precision
@@ -122,11 +126,11 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(family: str, engine: str, 
         assert len({token for row in batch for token in row}) > 10  # no model of one word
         if not temperature:
             precision = get_precision("fp32", CPU)
-            verdict, found = proof.of_tokens(
+            verdict, share = proof.of_tokens(
                 loaded, precision, [(together, batch)], plain_loop=engine == "hf"
             )
             assert verdict.status == "pass", verdict.failures
-            assert found.get("as_hugging_face", 1.0) == 1.0
+            assert share == (None if engine == "hf" else 1.0)
 
 
 # --- the program ---------------------------------------------------------------------------------
@@ -313,11 +317,53 @@ def test_the_measured_prompts_show_what_the_fast_engine_does_wrong(
     if fault:
         spoilt = FAST_FAULTS[fault](fast.FastLlama.generate)
         monkeypatch.setattr(fast.FastLlama, "generate", spoilt)
-    lines = measure_engines.make_prompts(4, 16)
+    lines = measure_engines.make_prompts(4, 16, random.Random(4))
     assert [len(line) for line in lines] == [16, 14, 12, 10]
     Path("prompts.txt").write_text("\n".join(lines), encoding="utf-8")
     words = ["--model_path", measured_model, "--engine", "fast", "--batch_size", 4]
     assert typed(*words, "--dtype", dtype) == (1 if fault else 0), record().gate
+
+
+def answered_from_the_file(true: Generate) -> Generate:
+    """The warm-up, whose prompts are the file's with their tokens moved on, answers the file's."""
+    answers: list[Answer] = []
+
+    def generate(self: Any, ids: Tensor, mask: Tensor, *more: Any) -> Answer:
+        for row, real in zip(ids := ids.clone(), mask.bool() if not answers else [], strict=False):
+            row[real] = torch.cat([row[real][:1], row[real][1:].roll(-1)])
+        answers.append(true(self, ids, mask, *more))
+        return copy.copy(answers[0])
+
+    return generate
+
+
+@pytest.mark.parametrize(
+    ("fault", "drawn", "status"),
+    [(None, True, 0), (answered_from_the_file, False, 0), (answered_from_the_file, True, 1)],
+)
+def test_an_answer_from_before_the_clock_fits_no_drawn_prompts(
+    fault: Callable[[Generate], Generate] | None,
+    drawn: bool,
+    status: int,
+    typed: Callable[..., int],
+    measured_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if fault:
+        monkeypatch.setattr(fast.FastLlama, "generate", fault(fast.FastLlama.generate))
+
+    def turn(judged: bool, check: proof.Check) -> Turn:
+        texts = measure_engines.make_prompts(4, 16, random.Random(5))
+        rows = prompts.encode(texts, check.loaded, NEW)
+        check.left = prompts.batches(rows, 4, check.loaded.pad)
+        return Turn(judged, check)
+
+    if drawn:
+        monkeypatch.setattr(generate, "Turn", turn)
+    lines = measure_engines.make_prompts(4, 16, random.Random(4))
+    Path("prompts.txt").write_text("\n".join(lines), encoding="utf-8")
+    words = ["--model_path", measured_model, "--engine", "fast", "--batch_size", 4]
+    assert typed(*words) == status, record().gate
 
 
 def test_what_is_read_for_a_token(saved) -> None:
@@ -325,8 +371,7 @@ def test_what_is_read_for_a_token(saved) -> None:
     loaded, _ = load(saved("llama"))
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 96 + 2 * 32
     assert models.bytes_read(loaded.model) == 4 * (2 * layer + 32 + 300 * 32)
-    _, kv_bytes = proof.shortfall(loaded, (1, 2, 3), [4, 5])
-    assert kv_bytes == 2 * 2 * (2 * 8) * 4
+    assert models.cache_bytes(loaded) == 2 * 2 * (2 * 8) * 4
     tied, _ = load(saved("gpt2"))
     weights = sum(weight.numel() for weight in tied.model.parameters())
     assert models.bytes_read(tied.model) == 4 * (weights - language_models.POSITIONS * 32)
@@ -616,6 +661,22 @@ def test_engines_of_several_processes_have_rows_of_their_own() -> None:
     for flags, kinds in ([], []), (["--processes", "2"], [("hf, tensor parallel", 2)]):
         arguments = measure_engines.build_parser().parse_args([*words, *flags])
         assert measure_engines._kinds(arguments) == [("fast", 1), *kinds]
+
+
+def test_a_study_draws_prompts_and_wants_a_time_for_each_token(
+    measured_model: Path, tmp_path: Path
+) -> None:
+    study = measure_engines.Study(CPU, "s", tmp_path, measured_model, 10.0)
+    plans = [measure_engines._plan(study, (2, 8, 4), ("fast", 1)) for _ in range(2)]
+    drawn = [plan.check.draw()[0] for plan in plans if plan.check]
+    assert torch.equal(drawn[0]["mask"], drawn[1]["mask"])
+    assert drawn[0]["mask"].sum(1).tolist() == [8, 6]
+    assert not torch.equal(drawn[0]["ids"], drawn[1]["ids"])
+    (run,) = plans[0].planned
+    plans[0].take_times(run, [[9.0, 1.0, 2.0, 3.0]])
+    assert run.step_ms == [1.0, 2.0, 3.0]
+    with pytest.raises(Closed, match="7 times of 4 tokens"):
+        plans[0].take_times(run, [[9.0, *[1.0] * 6]])
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ have different lengths.
 """
 
 import argparse
+import contextlib
+import functools
 import itertools
 import random
 import re
@@ -30,16 +32,18 @@ if __name__ == "__main__":
 
 import torch
 
-from labs.text_generation import export, request
+from labs.text_generation import export, models, prompts, proof, request
+from labs.text_generation.models import Loaded
 from workshop import errors, labs, records, results
 from workshop.arguments import count, parse
 from workshop.compare import lab_table, tables
 from workshop.compare.tables import Line, Table, number
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge import studies
+from workshop.judge.pipe import Closed
 from workshop.labs import LabRow, LabRun
 from workshop.run import hardware, lab_record, timing
-from workshop.run.precision import get_precision
+from workshop.run.precision import get_precision, set_arithmetic
 from workshop.run.torchvision import make_importable
 
 PROGRAM = Path(__file__).with_name("lm_gen.py")
@@ -270,29 +274,36 @@ def make_model(
     return path
 
 
-def make_prompts(batch: int, size: int) -> list[str]:
+@functools.cache
+def _reference(model: Path, device: torch.device, int8: bool) -> Loaded:
+    """Hugging Face's model; in int8 with the weights that the fast engine has then."""
+    flags = ["--model_path", str(model), "--engine", "fast", *["--load_in_8bit"] * int8]
+    arguments, precision = request.build_parser().parse_args(flags), get_precision("auto", device)
+    models.prepare_packages(arguments)
+    set_arithmetic(precision.name)
+    return models.load(arguments, device, precision, contextlib.ExitStack())
+
+
+def make_prompts(batch: int, size: int, draw: random.Random) -> list[str]:
     """Prompts of random letters, a token each. The first has `size`, the others ever fewer, down
     to half of it: padding is in the batch, as in a service's."""
-    draw = random.Random(batch)
     lengths = (size - i * size // (2 * batch) for i in range(batch))
     return ["".join(draw.choices(string.ascii_letters, k=length)) for length in lengths]
 
 
 def _plan(study: Study, shape: Shape, kind: Kind) -> studies.Plan:
     (batch, size, new), (engine, processes), model = shape, kind, study.model
-    prompts = model.parent / f"prompts_{batch}_{size}.txt"
-    prompts.write_text("\n".join(make_prompts(batch, size)), encoding="utf-8")
-    precision = get_precision("auto", study.device).name
-    variant, first = (f"{precision}, {name}" for name in (engine, next(iter(ENGINES))))
+    path = model.parent / f"prompts_{batch}_{size}.txt"  # of these lengths
+    path.write_text("\n".join(make_prompts(batch, size, random.Random(0))), encoding="utf-8")
+    precision = get_precision("auto", study.device)
+    variant, first = (f"{precision.name}, {name}" for name in (engine, next(iter(ENGINES))))
     flags = {
-        "--model_path": model, "--input_file": prompts, "--batch_size": batch,
-        "--num_tokens": new, "--device": study.device.type,
-        "--output_file": model.parent / f"{results.new_session()}.txt",
-        "--copy-gbs": study.copy_gbs,
+        "--model_path": model, "--input_file": path, "--batch_size": batch,
+        "--num_tokens": new, "--device": study.device.type, "--copy-gbs": study.copy_gbs,
     }  # fmt: skip
     command = [str(PROGRAM), *ENGINES[engine], *(str(x) for pair in flags.items() for x in pair)]
     planned = lab_record.begin(
-        study.device, precision, study.session, request.HIDDEN, command,
+        study.device, precision.name, study.session, request.HIDDEN, command,
         lab=request.LAB,
         subject=f"{model.name}, batch {batch}, {_tokens(size, new)}",
         variant=variant + f", {processes} processes" * (processes > 1),
@@ -301,12 +312,19 @@ def _plan(study: Study, shape: Shape, kind: Kind) -> studies.Plan:
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return studies.Plan([*launcher, *command], [planned], study.folder, _after_the_first)
+    loaded = _reference(model, study.device, "--load_in_8bit" in ENGINES[engine])
+    rows = prompts.encode(make_prompts(batch, size, random.SystemRandom()), loaded, new)
+    check = proof.Check(
+        loaded, precision, prompts.batches(rows, batch, loaded.pad), new, plain_loop=engine == "hf"
+    )
 
+    def take_times(run: LabRun, spans: studies.Spans) -> None:
+        (times,) = spans
+        if len(times) != new:
+            raise Closed(f"the process told {len(times)} times of {new} tokens")
+        run.step_ms = times[1:]  # before them lies the pass over the prompts
 
-def _after_the_first(run: LabRun, spans: studies.Spans) -> None:
-    """Takes the tokens after each batch's first one, whose time is the prompts'."""
-    run.step_ms = [ms for span in spans for ms in span[1:]]
+    return studies.Plan([*launcher, *command], [planned], study.folder, take_times, check)
 
 
 def _tokens(prompt: int, new: int) -> str:
