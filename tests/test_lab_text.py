@@ -31,6 +31,7 @@ from labs.text_generation import (
     lm_gen_ds,
     measure_engines,
     models,
+    plain_ops,
     prompts,
     proof,
     request,
@@ -219,34 +220,6 @@ def one_token_less(mask: Tensor) -> Tensor:
     return mask
 
 
-@pytest.mark.parametrize("fault", [None, torch.ones_like, one_token_less])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("engine", ["static", "hf"])  # the second is what the first is held to
-def test_a_fault_turns_the_proof_red(
-    fault: Callable[[Tensor], Tensor] | None,
-    dtype: str,
-    engine: str,
-    typed,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    generate = HuggingFace.generate
-
-    def faulty(self: HuggingFace, ids: Tensor, mask: Tensor, *more: Any) -> Answer:
-        own = engine == "hf" or "cache_implementation" in self._settings
-        mask = fault(mask) if fault and own else mask
-        return generate(self, ids, mask, *more)
-
-    monkeypatch.setattr(HuggingFace, "generate", faulty)
-    status = typed("--engine", engine, "--batch_size", 4, "--dtype", dtype)
-    printed, run = capsys.readouterr().out, record()
-    if fault is None:
-        assert status == 0 and run.gate.status == "pass", run.gate.failures
-        return
-    assert status == 1 and run.status == "gate failed" and "FAIL, so no speed" in printed
-    assert "tokens/s" not in printed and not labs.build_rows([run])[0].times
-
-
 Generate = Callable[..., Answer]
 
 
@@ -285,45 +258,6 @@ def remembered_by(key: Callable[[Tensor, Tensor], object]) -> Callable[[Generate
     return fault
 
 
-FAST_FAULTS: dict[str, Callable[[Generate], Generate]] = {
-    "no mask": masked_by(torch.ones_like),
-    "first token hidden": masked_by(lambda mask: one_token_less(mask)),
-    "lengths of another prompt": masked_by(lambda mask: mask.roll(1, 0)),
-    "one prompt's answer for all": answered_with(lambda tokens: tokens[:1].expand_as(tokens)),
-    "answers in another order": answered_with(lambda tokens: tokens.roll(1, 0)),
-    "every second token twice": answered_with(lambda t: t[:, torch.arange(t.shape[1]) // 2 * 2]),
-    "remembered by the first token": remembered_by(lambda ids, mask: int(ids[0, 0])),
-    "remembered by the pointer": remembered_by(lambda ids, mask: ids.data_ptr()),
-    "remembered by the lengths": remembered_by(lambda ids, mask: tuple(mask.sum(1).tolist())),
-}
-
-
-@pytest.fixture(scope="module")
-def measured_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}  # fmt: skip
-    return measure_engines.make_model(tmp_path_factory.mktemp("measured"), CPU, 64, sizes)
-
-
-@pytest.mark.parametrize("fault", [None, *FAST_FAULTS])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_measured_prompts_show_what_the_fast_engine_does_wrong(
-    fault: str | None,
-    dtype: str,
-    typed: Callable[..., int],
-    measured_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if fault:
-        spoilt = FAST_FAULTS[fault](fast.FastLlama.generate)
-        monkeypatch.setattr(fast.FastLlama, "generate", spoilt)
-    lines = measure_engines.make_prompts(4, 16, random.Random(4))
-    assert [len(line) for line in lines] == [16, 14, 12, 10]
-    Path("prompts.txt").write_text("\n".join(lines), encoding="utf-8")
-    words = ["--model_path", measured_model, "--engine", "fast", "--batch_size", 4]
-    assert typed(*words, "--dtype", dtype) == (1 if fault else 0), record().gate
-
-
 def answered_from_the_file(true: Generate) -> Generate:
     """The warm-up, whose prompts are the file's with their tokens moved on, answers the file's."""
     answers: list[Answer] = []
@@ -337,20 +271,83 @@ def answered_from_the_file(true: Generate) -> Generate:
     return generate
 
 
+def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    even, odd = x[..., ::2], x[..., 1::2]
+    return (x * cos + torch.stack((-odd, even), -1).flatten(-2) * sin).to(x.dtype)
+
+
+ANGLES, DECODE = plain_ops.angles, plain_ops.decode_attention
+
+
+def one_position_on(slot: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    return ANGLES(slot + (slot.numel() == 4), frequencies)  # in a decode step alone
+
+
+def late_mask(qkv: Tensor, cache: Tensor, slot: Tensor, *rest: Tensor) -> Tensor:
+    cache[:, :, :, slot - 1] = 0  # as if the newest token but one were not seen
+    return DECODE(qkv, cache, slot, *rest)
+
+
+def no_padding(qkv: Tensor, cache: Tensor, slot: Tensor, pads: Tensor, *rest: Tensor) -> Tensor:
+    return DECODE(qkv, cache, slot, torch.zeros_like(pads), *rest)
+
+
+FAULTS: dict[str, Callable[[Generate], Generate]] = {
+    "no mask": masked_by(torch.ones_like),
+    "first token hidden": masked_by(one_token_less),
+    "lengths of another prompt": masked_by(lambda mask: mask.roll(1, 0)),
+    "one prompt's answer for all": answered_with(lambda tokens: tokens[:1].expand_as(tokens)),
+    "answers in another order": answered_with(lambda tokens: tokens.roll(1, 0)),
+    "every second token twice": answered_with(lambda t: t[:, torch.arange(t.shape[1]) // 2 * 2]),
+    "remembered by the pointer": remembered_by(lambda ids, mask: ids.data_ptr()),
+    "remembered by the lengths": remembered_by(lambda ids, mask: tuple(mask.sum(1).tolist())),
+    "answered from the file, before the clock": answered_from_the_file,
+}
+PARTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "pairs side by side": ("rotate", interleaved),
+    "one position on": ("angles", one_position_on),
+    "a late mask": ("decode_attention", late_mask),
+    "no padding in the steps": ("decode_attention", no_padding),
+}
+"""The fast engine's own functions, and faults of them."""
+
+
+@pytest.fixture(scope="module")
+def measured_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}  # fmt: skip
+    return measure_engines.make_model(tmp_path_factory.mktemp("measured"), CPU, 64, sizes)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("fault", "drawn", "status"),
-    [(None, True, 0), (answered_from_the_file, False, 0), (answered_from_the_file, True, 1)],
+    ("engine", "fault"),
+    [
+        *(("fast", fault) for fault in (None, *FAULTS, *PARTS)),
+        *((engine, fault) for engine in ("static", "hf") for fault in (None, *list(FAULTS)[:2])),
+    ],
 )
-def test_an_answer_from_before_the_clock_fits_no_drawn_prompts(
-    fault: Callable[[Generate], Generate] | None,
-    drawn: bool,
-    status: int,
+def test_drawn_prompts_show_what_an_engine_does_wrong(
+    engine: str,
+    fault: str | None,
+    dtype: str,
     typed: Callable[..., int],
     measured_model: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if fault:
-        monkeypatch.setattr(fast.FastLlama, "generate", fault(fast.FastLlama.generate))
+    owner: Any = fast.FastLlama if engine == "fast" else HuggingFace
+    true = owner.generate
+    if fault in FAULTS:
+        spoilt = FAULTS[fault](true)
+
+        def generates(self: Any, *more: Any) -> Answer:
+            own = engine != "static" or "cache_implementation" in self._settings
+            return (spoilt if own else true)(self, *more)
+
+        monkeypatch.setattr(owner, "generate", generates)
+    elif fault:
+        monkeypatch.setattr(plain_ops, *PARTS[fault])
 
     def turn(judged: bool, check: proof.Check) -> Turn:
         texts = measure_engines.make_prompts(4, 16, random.Random(5))
@@ -358,12 +355,16 @@ def test_an_answer_from_before_the_clock_fits_no_drawn_prompts(
         check.left = prompts.batches(rows, 4, check.loaded.pad)
         return Turn(judged, check)
 
-    if drawn:
-        monkeypatch.setattr(generate, "Turn", turn)
+    monkeypatch.setattr(generate, "Turn", turn)
     lines = measure_engines.make_prompts(4, 16, random.Random(4))
     Path("prompts.txt").write_text("\n".join(lines), encoding="utf-8")
-    words = ["--model_path", measured_model, "--engine", "fast", "--batch_size", 4]
-    assert typed(*words) == status, record().gate
+    words = ["--model_path", measured_model, "--engine", engine, "--batch_size", 4]
+    status, run = typed(*words, "--dtype", dtype), record()
+    assert status == (1 if fault else 0), run.gate
+    if fault:
+        assert run.status == "gate failed" and not labs.build_rows([run])[0].times
+        printed = capsys.readouterr().out
+        assert "FAIL, so no speed" in printed and "tokens/s" not in printed
 
 
 def test_what_is_read_for_a_token(saved) -> None:
@@ -475,19 +476,14 @@ def test_vllms_steps_become_an_answer(saved, monkeypatch: pytest.MonkeyPatch) ->
 # --- wrong input ---------------------------------------------------------------------------------
 
 
-def without_shard(folder: Path) -> None:
-    sorted(folder.glob("*.safetensors"))[1].unlink()
-
-
-def cut_shard(folder: Path) -> None:
-    sorted(folder.glob("*.safetensors"))[1].write_text("version https://git-lfs.github.com/spec/v1")
+def second_shard(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[1]
 
 
 def without_weight(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    path = sorted(folder.glob("*.safetensors"))[1]
-    tensors = load_file(path)
+    tensors = load_file(path := second_shard(folder))
     tensors.pop(next(iter(tensors)))
     save_file(tensors, path, {"format": "pt"})
 
@@ -495,19 +491,6 @@ def without_weight(folder: Path) -> None:
 def of_another_model(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
-
-
-def without_tokenizer(folder: Path) -> None:
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
-
-
-def no_model(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def no_causal_model(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "vit"}')
 
 
 LONG = str(language_models.POSITIONS)
@@ -543,14 +526,14 @@ OF_TWO: list[tuple[list[str], str]] = [
     (["--tensor_parallel", "--engine", "fast"], "--engine hf or static"),
     (["--tensor_parallel", "--device_map", "auto"], "--device_map"),
 ]
-DAMAGED = [
-    (without_shard, "is missing, one of"),
-    (cut_shard, "git lfs pull"),
+DAMAGED: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda folder: second_shard(folder).unlink(), "is missing, one of"),
+    (lambda folder: second_shard(folder).write_text("version https://git-lfs"), "git lfs pull"),
     (without_weight, "1 weights are in no file, such as"),
     (of_another_model, "6 weights have another shape than config.json says, such as model.layers"),
-    (without_tokenizer, "can't be loaded"),
-    (no_model, "has no config.json"),
-    (no_causal_model, "can't be loaded"),
+    (lambda folder: [p.unlink() for p in folder.glob("tokenizer*")], "can't be loaded"),
+    (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    (lambda folder: (folder / "config.json").write_text('{"model_type": "vit"}'), "can't be"),
 ]
 
 
@@ -637,7 +620,7 @@ def test_what_deepspeed_can_not_do_is_said_in_a_line(
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGED)
 def test_a_damaged_model_is_refused(
-    damage: Callable[[Path], None], message: str, saved, refuses, tmp_path: Path
+    damage: Callable[[Path], Any], message: str, saved, refuses, tmp_path: Path
 ) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(saved("llama"), folder)

@@ -6,7 +6,6 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -120,18 +119,6 @@ def test_greedy_tokens_are_hugging_faces(case, name: str) -> None:
     assert answer.first_s > 0 and len(answer.step_s) == NEW - 1 and min(answer.step_s) > 0
 
 
-def test_a_padded_prompt_answers_as_it_does_alone(case) -> None:
-    it = case("groups-of-two")
-    ours = FastLlama.from_pretrained(it.folder, torch.float32, "cpu")
-    for temperature in (0.0, 0.8):
-        together = ours.generate(it.ids, it.mask, 40, temperature, seed=5).tokens
-        for row, length in enumerate(LENGTHS):
-            alone = it.ids[row : row + 1, -length:]
-            answer = ours.generate(alone, torch.ones_like(alone), 40, temperature, seed=5 + row)
-            assert torch.equal(answer.tokens[0], together[row])
-    assert not torch.equal(together[:, :40], it.greedy[:, :40])
-
-
 def test_draws_have_the_models_probabilities(case) -> None:
     it = case("one-head-each")
     ours = FastLlama.from_pretrained(it.folder, torch.float32, "cpu")
@@ -222,55 +209,6 @@ def test_after_its_end_a_row_is_padding(case) -> None:
         assert answer.tokens.shape == (3, NEW) and (answer.tokens[:, width:] == 3).all()
         assert width <= len(answer.step_s) + 1 <= width + fast.CHECK_EVERY
     assert torch.equal(torch.stack(streamed, 1), expected)
-
-
-ANGLES, QUANTISED = plain_ops.angles, fast.quantised
-DECODE = plain_ops.decode_attention
-
-
-def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    even, odd = x[..., ::2], x[..., 1::2]
-    return x * cos + torch.stack((-odd, even), -1).flatten(-2) * sin
-
-
-def one_position_on(slot: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    return ANGLES(slot + (slot.numel() == len(LENGTHS)), frequencies)  # in a decode step alone
-
-
-def half_a_scale(weight: Tensor) -> tuple[Tensor, Tensor]:
-    values, scale = QUANTISED(weight)
-    scale[-1] = 1
-    return values, scale
-
-
-def late_mask(qkv: Tensor, cache: Tensor, slot: Tensor, pads: Tensor, *rest: Tensor) -> Tensor:
-    cache[:, :, :, slot - 1] = 0  # as if the newest token but one were not seen
-    return DECODE(qkv, cache, slot, pads, *rest)
-
-
-def no_padding(qkv: Tensor, cache: Tensor, slot: Tensor, pads: Tensor, *rest: Tensor) -> Tensor:
-    return DECODE(qkv, cache, slot, torch.zeros_like(pads), *rest)
-
-
-@pytest.mark.parametrize(
-    ("module", "part", "fault"),
-    [
-        (plain_ops, "rotate", interleaved),
-        (plain_ops, "angles", one_position_on),
-        (plain_ops, "decode_attention", late_mask),
-        (plain_ops, "decode_attention", no_padding),
-        (fast, "quantised", half_a_scale),
-    ],
-)
-def test_a_fault_is_seen(
-    case, monkeypatch, module: ModuleType, part: str, fault: Callable[..., Any]
-) -> None:
-    it, steps, int8 = case("groups-of-four"), 4, part == "quantised"
-    healthy = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", int8)
-    truth = forced_logits(healthy, it, steps)
-    monkeypatch.setattr(module, part, fault)
-    faulty = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", int8)
-    assert error(forced_logits(faulty, it, steps), truth) > 1e-3
 
 
 def test_what_it_can_not_load_is_one_line(case, tmp_path: Path) -> None:
