@@ -252,18 +252,18 @@ def other_rate(ready: Loop) -> None:
 
 def later(ready: Loop, patch: pytest.MonkeyPatch) -> None:
     """The last update waits until the clock has stopped."""
-    end = measure_rung.Seen.end
+    show = measure_rung.Seen.show
 
-    def update(seen: measure_rung.Seen) -> None:
+    def update(seen: measure_rung.Seen) -> Any:
         ready.optimizer.step()
-        end(seen)
+        return show(seen)
 
     def step(ready: Loop, number: int, *batch: Tensor) -> Tensor:
         if number == 15:
             patch.setattr(ready.scaler, "step", lambda _: None)
         return true_step(ready, *batch)
 
-    patch.setattr(measure_rung.Seen, "end", update)
+    patch.setattr(measure_rung.Seen, "show", update)
     of_step(step)(ready, patch)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import HANGS_S
+from stored_runs import lab_run
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -126,12 +127,14 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(family: str, engine: str, 
             assert proof.until_end(alone.tokens[0].tolist(), loaded.ends) == batch[i]
         assert len({token for row in batch for token in row}) > 10  # no model of one word
         if not temperature:
-            precision = get_precision("fp32", CPU)
-            verdict, share = proof.of_tokens(
-                loaded, precision, [(together, batch)], plain_loop=engine == "hf"
-            )
-            assert verdict.status == "pass", verdict.failures
-            assert share == (None if engine == "hf" else 1.0)
+            precision, run = get_precision("fp32", CPU), lab_run(metrics={})
+            check = proof.Check(loaded, precision, [together], NEW, plain_loop=engine == "hf")
+            turn = Turn(judged=False, check=check)
+            turn.begin()
+            turn.end([1.0], {"tokens": answer.tokens})
+            turn.answer(lambda: ({}, {}), run)
+            assert run.gate.status == "pass", run.gate.failures
+            assert run.metrics == ({} if engine == "hf" else {"tokens_as_hugging_face": 1.0})
 
 
 # --- the program ---------------------------------------------------------------------------------
@@ -515,12 +518,12 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["--tensor_parallel"], 2, "torchrun"),
     (["three", "more", "words"], 2, "MODEL INPUT OUTPUT"),
 ]
-MISSING = [
-    (["--load_in_8bit"], "bitsandbytes"),
-    (["--device_map", "auto"], "accelerate"),
-    (["--engine", "deepspeed"], "deepspeed"),
-    (["--engine", "vllm"], "vllm"),
-]
+MISSING = {
+    "bitsandbytes": ["--load_in_8bit"],
+    "accelerate": ["--device_map", "auto"],
+    "deepspeed": ["--engine", "deepspeed"],
+    "vllm": ["--engine", "vllm"],
+}
 OF_TWO: list[tuple[list[str], str]] = [
     ([], "2 processes would all do the same"),
     (["--tensor_parallel", "--engine", "fast"], "--engine hf or static"),
@@ -575,12 +578,11 @@ def test_what_this_machine_has_not_is_said_in_a_line(
     refuses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
-    absent = {message for _, message in MISSING}
     monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *_: None if name in absent else find(name)
+        "importlib.util.find_spec", lambda name, *_: None if name in MISSING else find(name)
     )
-    for flags, message in MISSING:
-        refuses(flags, 77, f"{message} ")
+    for name, flags in MISSING.items():
+        refuses(flags, 77, f"{name} ")
     refuses([], 77, "deepspeed is missing", main=lambda argv: lm_gen_ds.main(argv, "deepspeed"))
 
 

@@ -46,10 +46,11 @@ LARGE_SIDE = 224
 
 def build_parser() -> argparse.ArgumentParser:
     assert __doc__
+    names = textwrap.fill(f"rungs: {', '.join(rungs.BY_NAME)}", 98, break_on_hyphens=False)
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"{_names()}\n\nExit status: 0 done, 1 a gate or a "
+        epilog=f"{names}\n\nExit status: 0 done, 1 a gate or a "
         "rung failed, 2 wrong usage, 77 something is missing on\nthis machine, 130 interrupted.",
     )
     add = parser.add_argument
@@ -93,11 +94,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--profile-dir", type=Path, help=argparse.SUPPRESS)
     add("--candidate", action="store_true", help=argparse.SUPPRESS)
     return parser
-
-
-def _names() -> str:
-    names = f"rungs: {', '.join(rungs.BY_NAME)}"
-    return textwrap.fill(names, 98, break_on_hyphens=False)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -177,23 +173,26 @@ def _complete(arguments: argparse.Namespace, device: torch.device) -> None:
 # --- the images ----------------------------------------------------------------------------------
 
 
+def _folder(arguments: argparse.Namespace, large: bool) -> Path:
+    images, size = arguments.images, arguments.size
+    if large:
+        images, size = arguments.resnet_images, LARGE_SIDE
+    return arguments.dataset_dir or make_dataset.FOLDER / "data" / f"digits_{images}_{size}"
+
+
 def prepare(arguments: argparse.Namespace, large: bool, formats: set[str]) -> Path:
     """The folder of the images in these formats: what is missing is written first.
 
     Raises:
         WorkshopError: an image or a packed file is damaged, or there are too few images.
     """
-    folder = arguments.dataset_dir
+    folder = _folder(arguments, large)
     flag = "--resnet-batch-size" if large else "--batch-size"
     batch = arguments.resnet_batch_size if large else arguments.batch_size
-    if folder is None:
-        images, size = (
-            (arguments.resnet_images, LARGE_SIDE) if large else (arguments.images, arguments.size)
-        )
-        asked = ["--images", str(images), "--size", str(size)]
-        made = make_dataset.build_parser().parse_args(asked)
-        folder = make_dataset.FOLDER / "data" / f"digits_{images}_{size}"
-        make_dataset.make(made)
+    if not arguments.dataset_dir:
+        _, images, size = folder.name.split("_")
+        asked = ["--images", images, "--size", size]
+        make_dataset.make(make_dataset.build_parser().parse_args(asked))
     elif not (folder / Folder.file_name / MANIFEST).is_file():
         raise WorkshopError(
             f"--dataset-dir {folder}: no images of make_dataset.py; make a set of yours with "
@@ -210,7 +209,7 @@ def prepare(arguments: argparse.Namespace, large: bool, formats: set[str]) -> Pa
     there = len(Folder(folder))
     if batch > there:
         raise WorkshopError(f"{flag} {batch}: there are {there:,} images in {folder}")
-    return Path(folder)
+    return folder
 
 
 # --- the rungs -----------------------------------------------------------------------------------
@@ -280,19 +279,13 @@ def _missing(arguments: argparse.Namespace, name: str, device: torch.device) -> 
 def _skipped(
     arguments: argparse.Namespace, name: str, device: torch.device, reason: str, session: str
 ) -> LabRun:
-    record = measure_rung.new_run(arguments, name, _folder_name(arguments, name), device, session)
+    record = measure_rung.new_run(
+        arguments, name, _folder(arguments, rungs.is_large(name)), device, session
+    )
     record.status, record.error = "skipped", reason
     records.add(record, arguments.output_dir)
     print(f"{name}: skipped: {reason}")
     return record
-
-
-def _folder_name(arguments: argparse.Namespace, name: str) -> Path:
-    if arguments.dataset_dir:
-        return Path(arguments.dataset_dir)
-    if rungs.is_large(name):
-        return Path(f"digits_{arguments.resnet_images}_{LARGE_SIDE}")
-    return Path(f"digits_{arguments.images}_{arguments.size}")
 
 
 def _plan(

@@ -42,7 +42,12 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
     settings = rungs.settings(name, arguments.workers)
     set_arithmetic("fp32")
     startup.watch_compilers(torch_compile=settings.compile)
-    with trainer.memory_failure_as(lambda asked: _too_large(record, asked)):
+
+    def too_large(asked: str) -> OutOfMemory:
+        what = f"{name}: batch {record.units_per_step} does not fit in memory"
+        return OutOfMemory(f"{what}: {asked}; take a smaller one")
+
+    with trainer.memory_failure_as(too_large):
         images, source = open_images(settings, folder, arguments.open_ms)
         size = record.units_per_step
         loop = Loop(
@@ -51,12 +56,17 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
         plain = proof.PlainLoop(asked(arguments, rungs.is_large(name), folder, device))
         turn = Turn(arguments.candidate, proof.Check(plain, record))
         turn.wait()
-        rates_of(record, images, source, loop)
-        seen = train(record, loop, arguments.epochs, turn)
-        record.metrics["model_per_s"] = rates.model_rate(loop)
+        record.metrics |= {  # of one core
+            "storage_per_s": rates.storage_rate(images),  # first: what is mapped can't be dropped
+            "read_per_s": rates.read_rate(images),
+            "decode_per_s": rates.decode_rate(images),
+            "worker_per_s": rates.worker_rate(source, loop),
+        }
+        turn.answer(train(record, loop, arguments.epochs, turn).show, record)
+        set_arithmetic("fp32")  # as before: a judge in this process changes it
+        record.metrics["model_per_s"] = rates.model_rate(loop)  # trains on
         if arguments.profile_dir:
             profiling.profile_rung(loop, loop.order.epoch + 1, record, arguments.profile_dir)
-        turn.answer(seen.show, record)
     record.flops_per_step = size * flops_per_image(loop.model, loop.order.size)
     record.plausibility = labs.implausible(record)
     red = record.gate.status == "fail"
@@ -73,14 +83,10 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
 def asked(arguments: argparse.Namespace, large: bool, folder: Path, device: torch.device) -> Asked:
     """The training that the rungs of a network have to do."""
     return Asked(
-        folder=folder,
-        device=device,
-        model="resnet50" if large else "cnn",
+        folder, device, "resnet50" if large else "cnn",
         batch_size=arguments.resnet_batch_size if large else arguments.batch_size,
-        steps=arguments.iterations,
-        epochs=1 + arguments.epochs,
-        seed=arguments.seed,
-    )
+        steps=arguments.iterations, epochs=1 + arguments.epochs, seed=arguments.seed,
+    )  # fmt: skip
 
 
 def new_run(
@@ -111,13 +117,9 @@ def new_run(
         unit="images",
         units_per_step=batch,
         baseline=rungs.first(name),
-        options={
-            **asdict(settings),
-            **own,
-            "cores": cores(),
-            "asked_for_workers": arguments.workers,
-        },
-    )
+        options={**asdict(settings), **own, "cores": cores(),
+                 "asked_for_workers": arguments.workers},
+    )  # fmt: skip
 
 
 def cores() -> int:
@@ -138,23 +140,6 @@ def open_images(settings: Settings, folder: Path, open_ms: float) -> tuple[Image
     return images, SlowOpens(source, open_ms)
 
 
-def _too_large(record: LabRun, asked: str) -> OutOfMemory:
-    return OutOfMemory(
-        f"{record.variant}: batch {record.units_per_step} does not fit in memory: {asked}; take a "
-        "smaller one"
-    )
-
-
-def rates_of(record: LabRun, images: Images, source: Source, loop: Loop) -> None:
-    """Records what one core reads, decodes and prepares in a second."""
-    record.metrics |= {
-        "storage_per_s": rates.storage_rate(images),  # first: what is mapped can't be dropped
-        "read_per_s": rates.read_rate(images),
-        "decode_per_s": rates.decode_rate(images),
-        "worker_per_s": rates.worker_rate(source, loop),
-    }
-
-
 # --- the timed epochs ----------------------------------------------------------------------------
 
 
@@ -171,8 +156,6 @@ class Seen:
     delivered: list[list[Tensor]] = field(default_factory=list)
     """The images' numbers of each step, for each epoch."""
     parts: dict[str, Tensor] = field(default_factory=dict)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    """After the last step, on the CPU."""
 
     def __post_init__(self) -> None:
         self.scales.append(torch.tensor(self.loop.scaler.get_scale(), device=self.loop.device))
@@ -190,21 +173,14 @@ class Seen:
             for name, tensor in (("inputs", step.inputs), ("labels", step.labels)):
                 self.parts[f"{name} {number}"] = tensor[start : start + proof.PART].clone()
 
-    def end(self) -> None:
-        """To be called after the last step, before the loop trains anything else."""
-        self.weights = {
-            f"weight {name}": weight.detach().cpu().clone()
-            for name, weight in self.loop.model.named_parameters()
-        }
-
     def show(self) -> Shown:
-        """The course as proof.read_course reads it."""
-        scales = torch.stack(self.scales)
+        """The course as proof.Course reads it; to be called before the loop trains on."""
+        scales, weights = torch.stack(self.scales), self.loop.model.named_parameters()
         course = {
             "scales": scales if len(scales) > 1 else scales.expand(1 + len(self.losses)),
             "delivered": torch.cat([step for steps in self.delivered for step in steps]),
             **self.parts,
-            **self.weights,
+            **{f"weight {name}": weight.detach() for name, weight in weights},
         }
         sizes = [[*map(len, steps)] for steps in self.delivered]
         return {name: tensor.cpu() for name, tensor in course.items()}, {"sizes": sizes}
@@ -241,7 +217,6 @@ def train(record: LabRun, loop: Loop, epochs: int, turn: Turn) -> Seen:
         torch.cuda.reset_peak_memory_stats(loop.device)
     waited.seconds = 0.0
     times = timed(epochs, turn)
-    seen.end()
     record.metrics["wait_share"] = waited.seconds / (sum(times) / 1e3)
     time_epochs(record, times, epochs)
     record.losses = results.finite(torch.stack(seen.losses).tolist())

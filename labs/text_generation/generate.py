@@ -68,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     set_arithmetic(precision.name)
     with contextlib.ExitStack() as stack:
         if rank:  # the others compute, and the first one prints and writes
-            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(_nowhere())))
+            nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
             arguments.output_file = None
             arguments.output_dir, arguments.candidate = None, False
         stack.callback(_leave_group)
@@ -79,10 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _nowhere() -> Any:
-    return Path(os.devnull).open("w", encoding="utf-8")
 
 
 def _too_large(asked: str) -> OutOfMemory:

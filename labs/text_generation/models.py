@@ -257,10 +257,8 @@ def make_engine(arguments: argparse.Namespace, loaded: Loaded, longest: int) -> 
         longest: tokens of a prompt and its continuation.
     """
     if arguments.engine == "fast":
-        ours = fast.FastLlama.from_pretrained(
-            arguments.model_path, loaded.dtype, loaded.device, int8=arguments.load_in_8bit
-        )
-        return ours, "fast"
+        where = arguments.model_path, loaded.dtype, loaded.device
+        return fast.FastLlama(*where, arguments.load_in_8bit), "fast"
     if arguments.engine == "deepspeed":
         return _deepspeed(arguments, loaded, longest)
     if arguments.engine == "vllm":

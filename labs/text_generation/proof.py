@@ -84,12 +84,36 @@ class Check(turn.Check):
             ends = sorted({0, len(self._given) - 1})
             told = {i: self._taken[i] if self._greedy else ask(batch=i).tensors for i in ends}
             chosen = [(self._given[i], self._rows(self._given[i], told[i])) for i in ends]
-        run.gate, run.metrics["tokens_as_hugging_face"] = of_tokens(
-            self.loaded, self._precision, chosen, plain_loop=self._plain_loop
+        loaded, plain, reference = self.loaded, 0.0, "Hugging Face's model, each prompt alone"
+        config: Any = loaded.model.config
+        roundings = LOOP * math.sqrt(config.num_hidden_layers)
+        if not self._plain_loop:
+            loops = [(batch, _loop(loaded, batch, max(map(len, rows)))) for batch, rows in chosen]
+            plain, roundings = _worst(loaded, loops), FLOOR
+            reference += f"; its own loop is {plain:.1e} from it"
+            both = zip(chosen, loops, strict=True)
+            rows = [pair for (_, x), (_, y) in both for pair in zip(x, y, strict=True)]
+            same = [a == b for pair in rows for a, b in zip(*pair, strict=False)]
+            run.metrics["tokens_as_hugging_face"] = sum(same) / len(same)
+        error = _worst(loaded, chosen)
+        allowed = min(MOST, MOST_TIMES * plain + roundings * self._precision.unit_roundoff)
+        failed = not error <= allowed
+        failure = (
+            f"a token's logit is {error:.1e} standard deviations below the largest one of Hugging "
+            f"Face's model for that prompt alone, {allowed:.1e} allowed"
+        )
+        found = {"error": error if math.isfinite(error) else None, "allowed": allowed}
+        run.gate = Parity(
+            status="fail" if failed else "pass",
+            failures=[failure] * failed,
+            batch_size=sum(min(len(rows), MOST_PROMPTS) for _, rows in chosen),
+            seq_len=max(len(row) for _, rows in chosen for row in rows),
+            reference=reference,
+            measures={"tokens": found},
         )
 
     def _rows(self, batch: Batch, told: Mapping[str, Tensor]) -> list[list[int]]:
-        """Each prompt's new tokens, up to its end. Raises ValueError: too few, or others."""
+        """Each prompt's new tokens, up to its end, and no more than are compared. Raises ValueError: too few, or others."""
         model: Any = self.loaded.model
         ends, words = self.loaded.ends, model.get_input_embeddings().num_embeddings
         rows = [until_end(row, ends) for row in told["tokens"].long().tolist()]
@@ -97,7 +121,7 @@ class Check(turn.Check):
         known = all(0 <= token < words for row in rows for token in row)
         if not (all(whole) and known and len(rows) == len(batch.rows)):
             raise ValueError(f"no {self._new_tokens} tokens for each of {len(batch.rows)} prompts")
-        return rows
+        return [row[:MOST_TOKENS] for row in rows]
 
 
 def shortfall(loaded: Loaded, prompt: tuple[int, ...], new: list[int]) -> float:
@@ -120,41 +144,6 @@ def until_end(tokens: list[int], ends: list[int]) -> list[int]:
 
 Chosen = list[tuple[Batch, list[list[int]]]]
 """Batches, with the new tokens of each prompt up to its end."""
-
-
-def of_tokens(
-    loaded: Loaded, precision: Precision, chosen: Chosen, *, plain_loop: bool
-) -> tuple[Parity, float | None]:
-    """The verdict on what an engine chose greedily, and the share of tokens that Hugging Face's
-    loop takes too; None where that is the engine."""
-    chosen = [(batch, [row[:MOST_TOKENS] for row in rows]) for batch, rows in chosen]
-    error, plain, share = _worst(loaded, chosen), 0.0, None
-    if not plain_loop:
-        loops = [(batch, _loop(loaded, batch, max(map(len, rows)))) for batch, rows in chosen]
-        plain = _worst(loaded, loops)
-        both = zip(chosen, loops, strict=True)
-        rows = [pair for (_, x), (_, y) in both for pair in zip(x, y, strict=True)]
-        same = [a == b for pair in rows for a, b in zip(*pair, strict=False)]
-        share = sum(same) / len(same)
-    reference = "Hugging Face's model, each prompt alone"
-    if not plain_loop:
-        reference += f"; its own loop is {plain:.1e} from it"
-    config: Any = loaded.model.config
-    roundings = LOOP * math.sqrt(config.num_hidden_layers) if plain_loop else FLOOR
-    allowed = min(MOST, MOST_TIMES * plain + roundings * precision.unit_roundoff)
-    failed = not error <= allowed
-    failure = (
-        f"a token's logit is {error:.1e} standard deviations below the largest one of Hugging "
-        f"Face's model for that prompt alone, {allowed:.1e} allowed"
-    )
-    return Parity(
-        status="fail" if failed else "pass",
-        failures=[failure] * failed,
-        batch_size=sum(min(len(rows), MOST_PROMPTS) for _, rows in chosen),
-        seq_len=max(len(row) for _, rows in chosen for row in rows),
-        reference=reference,
-        measures={"tokens": {"error": error if math.isfinite(error) else None, "allowed": allowed}},
-    ), share
 
 
 def _loop(loaded: Loaded, batch: Batch, new_tokens: int) -> list[list[int]]:
