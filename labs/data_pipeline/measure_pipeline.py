@@ -9,6 +9,7 @@ it trains on the plain loop's images, to the plain loop's losses and weights.
 """
 
 import argparse
+import math
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -173,10 +174,13 @@ def _complete(arguments: argparse.Namespace, device: torch.device) -> None:
 # --- the images ----------------------------------------------------------------------------------
 
 
+def _digits(arguments: argparse.Namespace, large: bool) -> tuple[int, int]:
+    """The number of the images that are made, and their side."""
+    return (arguments.resnet_images, LARGE_SIDE) if large else (arguments.images, arguments.size)
+
+
 def _folder(arguments: argparse.Namespace, large: bool) -> Path:
-    images, size = arguments.images, arguments.size
-    if large:
-        images, size = arguments.resnet_images, LARGE_SIDE
+    images, size = _digits(arguments, large)
     return arguments.dataset_dir or make_dataset.FOLDER / "data" / f"digits_{images}_{size}"
 
 
@@ -190,7 +194,7 @@ def prepare(arguments: argparse.Namespace, large: bool, formats: set[str]) -> Pa
     flag = "--resnet-batch-size" if large else "--batch-size"
     batch = arguments.resnet_batch_size if large else arguments.batch_size
     if not arguments.dataset_dir:
-        _, images, size = folder.name.split("_")
+        images, size = map(str, _digits(arguments, large))
         asked = ["--images", images, "--size", size]
         make_dataset.make(make_dataset.build_parser().parse_args(asked))
     elif not (folder / Folder.file_name / MANIFEST).is_file():
@@ -238,7 +242,12 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> int:
                         if not reasons[name] and rungs.is_large(name) == large})
     }  # fmt: skip
     session = results.new_session()
-    runs = [_skipped(arguments, name, device, why, session) for name, why in reasons.items() if why]
+    runs = list[LabRun]()
+    for name in filter(reasons.get, names):
+        made = _folder(arguments, rungs.is_large(name))
+        run = measure_rung.new_run(arguments, name, made, device, session)
+        runs.append(studies.Plan([], [run], folder).skipped(reasons[name]))
+        print(f"{name}: {_outcome(run)}")
     profiles = folder / "profiles" / session
     for repeat in range(arguments.repeats):
         plain = {
@@ -274,18 +283,6 @@ def _missing(arguments: argparse.Namespace, name: str, device: torch.device) -> 
     except NotOnThisMachine as error:
         return str(error)
     return ""
-
-
-def _skipped(
-    arguments: argparse.Namespace, name: str, device: torch.device, reason: str, session: str
-) -> LabRun:
-    record = measure_rung.new_run(
-        arguments, name, _folder(arguments, rungs.is_large(name)), device, session
-    )
-    record.status, record.error = "skipped", reason
-    records.add(record, arguments.output_dir)
-    print(f"{name}: skipped: {reason}")
-    return record
 
 
 def _plan(
@@ -369,9 +366,9 @@ def rates_table(rows: Sequence[LabRow]) -> Table:
     """What each part could do alone, by rung: of the process in the middle."""
     keys = ("storage_per_s", "read_per_s", "decode_per_s", "worker_per_s", "model_per_s")
     lines = [
-        Line([row.label, *(number(rungs.median(row, key), ",.0f") for key in keys),
-              number(rungs.median(row, "wait_share"), ".0%"),
-              number(rungs.median(row, "kernel_share") or None, ".0%")])
+        Line([row.label, *(number(row.metric(key), ",.0f") for key in keys),
+              number(row.metric("wait_share"), ".0%"),
+              number(row.metric("kernel_share") or None, ".0%")])
         for row in rows
         if row.times
     ]  # fmt: skip
@@ -420,7 +417,7 @@ def show_rates(arguments: argparse.Namespace, device: torch.device) -> int:
         f"{rates.decode_rate(images):,.0f}\n"
         f"one worker prepares {worker:,.0f} images/s: it reads, decodes, crops, normalises\n"
         f"the model takes {model:,.0f} images/s of batches that lie on the device\n"
-        f"workers that follow: {rates.workers_needed(model, worker)}, on {cores()} cores"
+        f"workers that follow: {math.ceil(model / worker)}, on {cores()} cores"
     )
     return errors.DONE
 

@@ -187,8 +187,8 @@ class Seen:
 
 
 def train(record: LabRun, loop: Loop, epochs: int, turn: Turn) -> Seen:
-    """An epoch in which compilers, workers and memory settle, then so many that are timed, whose
-    numbers come when the clock starts."""
+    """Trains an epoch in which compilers, workers and memory settle, then those that are timed,
+    whose numbers come when the clock starts."""
     seen, waited = Seen(loop), Waits(loop.loader)
     on_gpu = loop.device.type == "cuda"
 
@@ -261,15 +261,12 @@ def _explained(error: Exception) -> Exception:
     # The worker's end by a signal is behind the error that its queue is closed.
     if not re.search(_OUT_OF_SHARED_MEMORY, f"{error} {error.__cause__}"):
         return error
-    return WorkshopError(f"a worker ended by a bus error or without room: {too_little_shared()}")
-
-
-def too_little_shared() -> str:
     total = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.exists() else 0
-    return (
-        f"workers hand their batches over in {SHARED_MEMORY}, which holds {total / 1e6:,.0f} MB; "
-        "take fewer --workers or a smaller --batch-size, or enlarge it (docker run --shm-size=8g, "
-        f"or mount -o remount,size=8g {SHARED_MEMORY})"
+    return WorkshopError(
+        "a worker ended by a bus error or without room: workers hand their batches over in "
+        f"{SHARED_MEMORY}, which holds {total / 1e6:,.0f} MB; take fewer --workers or a smaller "
+        "--batch-size, or enlarge it (docker run --shm-size=8g, or mount -o remount,size=8g "
+        f"{SHARED_MEMORY})"
     )
 
 
