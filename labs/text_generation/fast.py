@@ -79,15 +79,6 @@ class Config:
 # --- The model and its loop -----------------------------------------------------------------------
 
 
-def operations(kernels: bool) -> ModuleType:
-    if not kernels:
-        return plain_ops
-    require("triton")
-    from labs.text_generation import triton_ops
-
-    return triton_ops
-
-
 def padding_mask(pads: Tensor, length: int) -> Tensor:
     """The tokens that each token of the prompts may see (B, 1, T, T). A padding token sees itself:
     a row that sees nothing would be NaN."""
@@ -184,7 +175,12 @@ class FastLlama:
         self.config = config = read_config(folder)
         self.dtype, self.device, read = dtype, torch.device(device), Checkpoint(folder).read
         on_gpu = self.device.type == "cuda"
-        self.ops = operations(on_gpu if kernels is None else kernels)
+        self.ops: ModuleType = plain_ops
+        if on_gpu if kernels is None else kernels:
+            require("triton")
+            from labs.text_generation import triton_ops
+
+            self.ops = triton_ops
         self.captured = on_gpu if captured is None else captured
         self._session: Session | None = None
         self.frequencies = rope_frequencies(config).to(self.device)

@@ -216,8 +216,7 @@ def _warm_up(ready: Run) -> None:
     count = 2 if arguments.engine == "hf" else arguments.num_tokens
     timed = batch.ids.clone()
     for row, real in zip(batch.ids, batch.mask.bool(), strict=True):
-        tokens = row[real]
-        row[real] = torch.cat([tokens[:1], tokens[1:].roll(1)])
+        row[real] = torch.cat([row[real][:1], row[real][1:].roll(1)])
     with models.deepspeeds_errors(arguments):
         _give(batch, {}, ready.loaded.device)
         ready.engine.generate(batch.ids, batch.mask, count)

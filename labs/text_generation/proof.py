@@ -102,18 +102,20 @@ class Check(turn.Check):
             f"a token's logit is {error:.1e} standard deviations below the largest one of Hugging "
             f"Face's model for that prompt alone, {allowed:.1e} allowed"
         )
-        found = {"error": error if math.isfinite(error) else None, "allowed": allowed}
         run.gate = Parity(
             status="fail" if failed else "pass",
             failures=[failure] * failed,
             batch_size=sum(min(len(rows), MOST_PROMPTS) for _, rows in chosen),
             seq_len=max(len(row) for _, rows in chosen for row in rows),
             reference=reference,
-            measures={"tokens": found},
+            measures={
+                "tokens": {"error": error if math.isfinite(error) else None, "allowed": allowed}
+            },
         )
 
     def _rows(self, batch: Batch, told: Mapping[str, Tensor]) -> list[list[int]]:
-        """Each prompt's new tokens, up to its end, and no more than are compared. Raises ValueError: too few, or others."""
+        """Each prompt's new tokens up to its end, MOST_TOKENS at most. Raises ValueError: there are
+        too few, or others."""
         model: Any = self.loaded.model
         ends, words = self.loaded.ends, model.get_input_embeddings().num_embeddings
         rows = [until_end(row, ends) for row in told["tokens"].long().tolist()]
