@@ -1,11 +1,11 @@
 """The data lab's loop, its rungs, their audit, and the command that measures them."""
 
-import functools
 import itertools
 import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from stored_runs import lab_run
+from test_judge import TELLS
 from torch import Tensor
 
 from labs.data_pipeline import (
@@ -27,11 +29,14 @@ from labs.data_pipeline import (
 )
 from labs.data_pipeline.formats import FORMATS, PACKED, Folder
 from labs.data_pipeline.loop import Batch, Loop, Settings, Source
-from labs.data_pipeline.measure_pipeline import main
-from labs.data_pipeline.proof import Seen
+from labs.data_pipeline.measure_pipeline import _plan, build_parser, main
+from labs.data_pipeline.proof import Check, PlainLoop
 from labs.data_pipeline.reference import Asked
 from workshop import labs, records
 from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.judge import studies
+from workshop.judge.pipe import Closed
+from workshop.judge.turn import Turn
 from workshop.labs import LabRun
 from workshop.profilers import step_time
 from workshop.results import Parity
@@ -41,6 +46,8 @@ for package in ("PIL", "sklearn", "rich"):
 
 CPU = torch.device("cpu")
 IMAGES, BATCH, WORKERS, EPOCHS = 40, 8, 2, 3
+FIRST = 7
+"""The number of the first timed epoch, which a process can't know before."""
 Fault = Callable[[Loop, pytest.MonkeyPatch], None]
 SMALL = [name for name in rungs.BY_NAME if not rungs.is_large(name)]
 
@@ -62,18 +69,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(ready: Loop, epochs: int = EPOCHS) -> Seen:
-    seen = Seen(ready)
-    for epoch in range(epochs):
-        ready.order.epoch = epoch
-        for step in ready.train(ready.loader, epoch):
-            seen.see(epoch, step)
-    seen.end()
-    return seen
-
-
-def asked(folder: Path, **more: Any) -> Asked:
-    return Asked(folder, CPU, batch_size=BATCH, epochs=EPOCHS, **more)
+def judged(ready: Loop, plain: PlainLoop) -> Parity:
+    """The verdict on a training."""
+    precision = "fp16" if ready.settings.amp else "fp32"
+    run = lab_run(options={"precision": precision, "reader": ready.settings.reader})
+    turn = Turn(judged=False, check=Check(plain, run))
+    turn.answer(measure_rung.train(run, ready, EPOCHS - 1, turn).show, run)
+    return run.gate
 
 
 def start(folder: Path, **settings: Any) -> Loop:
@@ -84,13 +86,12 @@ def start(folder: Path, **settings: Any) -> Loop:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Keeps the plain loop's trainings."""
-    return tmp_path_factory.mktemp("plain")
+def plain(made: Path) -> PlainLoop:
+    return PlainLoop(Asked(made, CPU, batch_size=BATCH, epochs=EPOCHS, first=FIRST))
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_rung_trains_as_the_plain_loop_does(name: str, made: Path, plain: Path) -> None:
+def test_a_rung_trains_as_the_plain_loop_does(name: str, made: Path, plain: PlainLoop) -> None:
     try:
         rungs.check(name, CPU, WORKERS)
     except NotOnThisMachine as error:
@@ -100,7 +101,7 @@ def test_a_rung_trains_as_the_plain_loop_does(name: str, made: Path, plain: Path
     if settings.format in PACKED and not (made / kind.file_name).exists():
         make_dataset.pack(made, kind)
     _, source = measure_rung.open_images(settings, made, open_ms=0)
-    found = proof.of_run(train(Loop(settings, source, CPU, BATCH)), asked(made), plain)
+    found = judged(Loop(settings, source, CPU, BATCH), plain)
     assert found.status == "pass" and share(found) < 0.8, found
 
 
@@ -111,8 +112,8 @@ def share(found: Parity) -> float:
     return closest[1] / closest[2]
 
 
-def test_products_may_round_in_another_way(made: Path, plain: Path) -> None:
-    found = proof.of_run(train(start(made, channels_last=True)), asked(made), plain)
+def test_products_may_round_in_another_way(made: Path, plain: PlainLoop) -> None:
+    found = judged(start(made, channels_last=True), plain)
     assert found.status == "pass" and 0 < share(found) < 0.8, found
 
 
@@ -187,18 +188,17 @@ def of_loop(name: str, wrong: object) -> Fault:
     return lambda ready, patch: patch.setattr(loop, name, wrong)
 
 
-def of_order(indices: Callable[[list[int]], list[int]]) -> Fault:
-    def fault(ready: Loop, patch: pytest.MonkeyPatch) -> None:
-        def keys(order: loop.Order) -> Iterator[loop.Key]:
-            return ((order.epoch, i) for i in indices(order.indices(order.epoch).tolist()))
-
-        patch.setattr(loop.Order, "__iter__", keys)
-
-    return fault
+def true_draw(epoch: int) -> tuple[Tensor, Tensor]:
+    return loop.draw(IMAGES, 16, 42, epoch)
 
 
-def of_ready(change: Callable[[Loop], object]) -> Fault:
-    return lambda ready, patch: change(ready) and None
+def of_draw(wrong: Callable[[int], tuple[Tensor, Tensor]]) -> Fault:
+    return lambda ready, patch: patch.setattr(ready.order, "draw", wrong)
+
+
+def other_order(ready: Loop, patch: pytest.MonkeyPatch) -> None:
+    true = loop.Order.indices
+    patch.setattr(loop.Order, "indices", lambda order, epoch: true(order, epoch).flip(0))
 
 
 true_step, true_crop, true_batch = Loop._step, loop.crop, loop.crop_batch
@@ -237,138 +237,161 @@ def forgetful(ready: Loop, number: int, *batch: Tensor) -> Tensor:
     return true_step(ready, *batch)
 
 
-def other_rate(ready: Loop) -> None:
+def other_rate(ready: Loop, patch: pytest.MonkeyPatch) -> None:
     ready.optimizer.param_groups[0]["lr"] *= 1.05
 
 
-def other_weights(ready: Loop) -> None:
+def later(ready: Loop, patch: pytest.MonkeyPatch) -> None:
+    """The last update waits until the clock has stopped."""
+    show = measure_rung.Seen.show
+
+    def update(seen: measure_rung.Seen) -> Any:
+        ready.optimizer.step()
+        return show(seen)
+
+    def step(ready: Loop, number: int, *batch: Tensor) -> Tensor:
+        if number == 15:
+            patch.setattr(ready.scaler, "step", lambda _: None)
+        return true_step(ready, *batch)
+
+    patch.setattr(measure_rung.Seen, "show", update)
+    of_step(step)(ready, patch)
+
+
+def other_weights(ready: Loop, patch: pytest.MonkeyPatch) -> None:
     next(ready.model.parameters()).data.mul_(1.01)
 
 
-def frozen_layer(ready: Loop) -> None:
+def frozen_layer(ready: Loop, patch: pytest.MonkeyPatch) -> None:
     next(ready.model.parameters()).requires_grad_(False)
 
 
-def a_step_less(ready: Loop) -> None:
+def a_step_less(ready: Loop, patch: pytest.MonkeyPatch) -> None:
     ready.order.steps -= 1
 
 
-def centre(image: Tensor, corner: Tensor) -> Tensor:
-    return image
-
-
-INPUTS, LABELS, LOSS = "inputs of a batch are others", "labels of a batch are others", "the loss of"
-FAULTS: dict[str, tuple[Fault, str]] = {
-    # The images.
-    "the same image twice": (of_item(lambda images, i: images[i - i % 2]), INPUTS),
-    "other images": (of_item(lambda images, i: images[len(images) - 1 - i]), INPUTS),
-    "other images, later": (of_item(lambda images, i: images[len(images) - 1 - i], 40), INPUTS),
-    "labels are shifted": (of_item(lambda images, i: (images[i][0], images[i - 1][1])), LABELS),
-    "labels are shifted, later": (
-        of_item(lambda images, i: (images[i][0], images[i - 1][1]), 40),
-        LABELS,
-    ),
-    "one image per label": (cached(lambda image, label: label), INPUTS),
-    "one image per first pixel": (cached(lambda image, label: int(image[0, 0, 0]) // 8), INPUTS),
-    "blue, green, red": (of_item(lambda images, i: (images[i][0].flip(0), images[i][1])), INPUTS),
-    "no augmentation": (of_loop("crop", centre), INPUTS),
-    "another crop": (
-        of_loop("crop", lambda image, corner: true_crop(image, corner.flip(0))),
-        INPUTS,
-    ),
-    "the crop of each image's first epoch": (
-        lambda ready, patch: patch.setattr(ready.order, "draw", functools.partial(DRAW, 0)),
-        INPUTS,
-    ),
-    "another MEAN": (of_loop("_constants", lambda _: constants(0.001, 0.0)), INPUTS),
-    "another STD": (of_loop("_constants", lambda _: constants(0.0, 0.001)), INPUTS),
-    # The loader.
-    "the last part of each batch is dropped": (
-        of_batches(lambda given: tuple(part[:-2] for part in given[-1])),  # type: ignore[arg-type,return-value]
-        "5 batches have another size",
-    ),
-    "a stale ring buffer": (
-        of_batches(lambda given: (given[max(0, len(given) - 2)][0], *given[-1][1:])),
-        INPUTS,
-    ),
-    "the first batch's images again": (
-        of_batches(lambda given: (given[0][0], *given[-1][1:])),
-        INPUTS,
-    ),
-    "the first batch again": (of_batches(lambda given: given[0]), "images come twice"),
-    "an image comes twice": (of_order(lambda them: [*them[:-1], them[0]]), "1 images come twice"),
-    "another order": (of_order(lambda them: them[::-1]), "in another order"),
-    "an epoch is shorter": (of_ready(a_step_less), "32 images for 40"),
-    # The step, which shows the true inputs.
-    "half the batch": (of_step(lambda l, _, x, y: true_step(l, x[:4], y[:4])), LOSS),
-    "half the batch, later": (
-        of_step(lambda l, n, x, y: true_step(l, x[: 8 - n // 4], y[: 8 - n // 4])),
-        LOSS,
-    ),
-    "every second update": (of_step(every_second), "the movement of 0.weight"),
-    "nothing after step 3": (of_step(nothing_late), "the movement of 0.weight"),
-    "the first batch's pixels": (of_step(first_pixels), LOSS),
-    "the last update": (
-        of_step(lambda l, n, x, y: (loss_alone(l, n, x, y) if n == 15 else true_step(l, x, y))),
-        "the direction of",
-    ),
-    "weights are rounded": (of_step(rounded), "the direction of"),
-    "moments are forgotten": (of_step(forgetful), "the movement of"),
-    "a rate 5% higher": (of_ready(other_rate), "the movement of 0.weight"),
-    "other first weights": (of_ready(other_weights), "the loss of step"),
-    "a layer is frozen": (of_ready(frozen_layer), "the movement of 0.weight"),
-}  # fmt: skip
-
-
-def DRAW(epoch: int, _: int) -> tuple[Tensor, Tensor]:
-    return loop.draw(IMAGES, 16, 42, epoch)
-
-
-def constants(mean: float, std: float) -> tuple[Tensor, Tensor]:
-    return tuple(  # type: ignore[return-value]
-        torch.tensor(values).view(3, 1, 1) + off
-        for values, off in ((loop.MEAN, mean), (loop.STD, std))
-    )
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_the_timed_run_is_red(
-    fault: str, made: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant, words = FAULTS[fault]
-    ready = start(made)
-    plant(ready, monkeypatch)
-    failures = proof.of_run(train(ready), asked(made), plain).failures
-    assert any(words in failure for failure in failures), failures
+def constants(mean: float, std: float) -> Fault:
+    """The network's MEAN and STD are off by so much."""
+    values = (loop.MEAN, mean), (loop.STD, std)
+    wrong = tuple(torch.tensor(them).view(3, 1, 1) + off for them, off in values)
+    return of_loop("_constants", lambda _: wrong)
 
 
 def shifted_crop(images: Tensor, corners: Tensor) -> Tensor:
     return true_batch(images, corners.flip(1))
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [("crop_batch", shifted_crop), ("normalise", lambda pixels: true_normalise(pixels) * 1.0001)],
-)
-def test_a_fault_of_what_the_device_does_is_red(
-    name: str, wrong: Any, made: Path, monkeypatch: pytest.MonkeyPatch
+INPUTS, LABELS, LOSS = "inputs of a batch are others", "labels of a batch are others", "the loss of"
+MOVED = "the movement of 0.weight"
+FAULTS: dict[str, tuple[Fault, str]] = {
+    # The images.
+    "the same image twice": (of_item(lambda images, i: images[i - i % 2]), INPUTS),
+    "other images, later": (of_item(lambda images, i: images[len(images) - 1 - i], 40), INPUTS),
+    "shifted labels, later": (of_item(lambda them, i: (them[i][0], them[i - 1][1]), 40), LABELS),
+    "one image per label": (cached(lambda image, label: label), INPUTS),
+    "one image per first pixel": (cached(lambda image, label: int(image[0, 0, 0]) // 8), INPUTS),
+    "blue, green, red": (of_item(lambda images, i: (images[i][0].flip(0), images[i][1])), INPUTS),
+    "no augmentation": (of_loop("crop", lambda image, corner: image), INPUTS),
+    "another crop": (of_loop("crop", lambda image, where: true_crop(image, where.flip(0))), INPUTS),
+    "the crop of each image's first epoch": (
+        of_draw(lambda epoch: (true_draw(epoch)[0], true_draw(0)[1])),
+        INPUTS,
+    ),
+    "the epochs that the seed alone would give": (
+        of_draw(lambda epoch: true_draw(max(0, epoch - FIRST + 1))),
+        "in another order",
+    ),
+    "another MEAN": (constants(0.001, 0.0), INPUTS),
+    "another STD": (constants(0.0, 0.001), INPUTS),
+    # The loader.
+    "the last part of each batch is dropped": (
+        of_batches(lambda given: tuple(part[:-2] for part in given[-1])),  # type: ignore[arg-type,return-value]
+        "5 batches have another size",
+    ),
+    "a stale ring buffer": (of_batches(lambda them: (them[-2:][0][0], *them[-1][1:])), INPUTS),
+    "the first batch's images": (of_batches(lambda them: (them[0][0], *them[-1][1:])), INPUTS),
+    "the first batch again": (of_batches(lambda given: given[0]), "images come twice"),
+    "another order": (other_order, "in another order"),
+    "an epoch is shorter": (a_step_less, "32 images for 40"),
+    # The step, which shows the true inputs.
+    "half the batch": (of_step(lambda l, _, x, y: true_step(l, x[:4], y[:4])), LOSS),
+    "half the batch, later": (
+        of_step(lambda l, n, x, y: true_step(l, x[: 8 - n // 4], y[: 8 - n // 4])),
+        LOSS,
+    ),
+    "every second update": (of_step(every_second), MOVED),
+    "nothing after step 3": (of_step(nothing_late), MOVED),
+    "the first batch's pixels": (of_step(first_pixels), LOSS),
+    "the last update, after the clock": (later, "when the clock stopped is off by"),
+    "weights are rounded": (of_step(rounded), "the direction of"),
+    "moments are forgotten": (of_step(forgetful), "the movement of"),
+    "a rate 5% higher": (other_rate, MOVED),
+    "other first weights": (other_weights, "the loss of step"),
+    "a layer is frozen": (frozen_layer, MOVED),
+    # What the device does.
+    "each row's crop as its column's": (of_loop("crop_batch", shifted_crop), INPUTS),
+    "inputs a ten-thousandth larger": (
+        of_loop("normalise", lambda pixels: true_normalise(pixels) * 1.0001),
+        INPUTS,
+    ),
+}
+ON_DEVICE = [*FAULTS][-2:]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_timed_run_is_red(
+    fault: str, made: Path, plain: PlainLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, name, wrong)
-    failures = proof.of_run(train(start(made, on_device=True)), asked(made)).failures
-    assert any(INPUTS in failure for failure in failures)
+    plant, words = FAULTS[fault]
+    ready = start(made, on_device=fault in ON_DEVICE)
+    plant(ready, monkeypatch)
+    failures = judged(ready, plain).failures
+    assert any(words in failure for failure in failures), failures
+
+
+@pytest.mark.parametrize(
+    ("answers", "status", "words"),
+    [([], "complete", "gate not run"), (["finished", "shown"], "failed", "something else")],
+)
+def test_a_process_that_answers_nothing_does_not_pass(
+    answers: list[str], status: str, words: str, plain: PlainLoop, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(studies, "FIXED_MS", 1e6)  # these times are invented
+    asks = "".join(f"say({kind!r}); sys.stdin.readline(); " for kind in answers)
+    rest = f'say("done", step_ms=[1.0] * 10); {asks}say("measured", gate={{"status": "pass"}})'
+    run = lab_run(options={"precision": "fp32", "reader": "ours"}, gate=Parity(), step_ms=[])
+    command = [sys.executable, "-c", TELLS.format(rest=rest)]
+    plan = studies.Plan(command, [run], tmp_path, check=Check(plain, run))
+    (row,) = labs.build_rows(studies.in_turns([plan], 1))
+    assert row.first.status == status and words in row.note() and not row.times
+
+
+def test_a_process_has_a_time_for_each_step(made: Path, plain: PlainLoop) -> None:
+    """More times, each shorter, would add up to the same clock."""
+    arguments = build_parser().parse_args(["--epochs", "2", "--workers", "1", "--device", "cpu"])
+    take_times = _plan(arguments, "1-worker", plain, "s", []).take_times
+    take_times(run := lab_run(), [[1.0] * 5 + [3.0] * 5])
+    assert run.step_ms == [1.0, 3.0]
+    with pytest.raises(Closed, match="20 times of 10 steps"):
+        take_times(run, [[0.5] * 20])
 
 
 @pytest.mark.slow
-def test_steps_that_the_loss_scale_leaves_out(made: Path) -> None:
+def test_steps_that_the_loss_scale_leaves_out(
+    made: Path, plain: PlainLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    courses: list[proof.Course] = []
+    true = proof.Course
+    monkeypatch.setattr(proof, "Course", lambda *m: courses.append(true(*m)) or courses[-1])
     ready = start(made, amp=True)
     ready.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
-    seen = train(ready)
-    moves = [moves for _, moves in proof._scales(seen)]
+    found = judged(ready, plain)
+    moves = [moves for _, moves in courses[0].scales]
     assert moves[:3] == [False] * 3 and moves[-1]
-    found = proof.of_run(seen, asked(made, precision="fp16"))
     assert found.status == "pass" and share(found) < 0.8, found
     ready.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
-    found = proof.of_run(train(ready), asked(made, precision="fp16"))
+    found = judged(ready, plain)
     assert found.failures == ["15 of 15 steps moved no weight"]
 
 
@@ -376,6 +399,9 @@ def test_the_order_and_the_crops_follow_from_seed_and_epoch() -> None:
     first, again, other = (loop.draw(100, 32, 1, epoch) for epoch in (3, 3, 4))
     assert all(map(torch.equal, first, again)) and not any(map(torch.equal, first, other))
     assert sorted(first[0].tolist()) == list(range(100))
+    order = loop.Order(11, 16, 5, seed=1)
+    order.epoch, order.last = 3, 4
+    assert [epoch for epoch, _ in order] == [3] * 10 + [4] * 10
     image = torch.randint(256, (5, 3, 32, 32), dtype=torch.uint8)
     batch = loop.crop_batch(image, first[1][:5])
     assert torch.equal(batch, torch.stack([*map(loop.crop, image, first[1])]))
@@ -483,7 +509,7 @@ def test_the_command_measures_rungs_in_turns(
     assert sorted(run.variant for run in done) == ["1-worker", "flat"]
     for run in done:
         metrics = run.metrics
-        assert run.gate.status == "pass" and len(run.step_ms) == 1
+        assert run.gate.status == "pass" and len(run.step_ms) == 1 and run.judge_ms
         assert 0 < metrics["wait_share"] < 1  # type: ignore[operator]
         assert all(metrics[key] for key in ("read_per_s", "worker_per_s", "model_per_s"))
         assert (metrics["decode_per_s"] is None) == (run.variant == "flat")

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib.util
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import HANGS_S
+from stored_runs import lab_run
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,10 +27,12 @@ import language_models
 from labs.text_generation import (
     documents,
     fast,
+    generate,
     lm_gen,
     lm_gen_ds,
     measure_engines,
     models,
+    plain_ops,
     prompts,
     proof,
     request,
@@ -36,6 +40,8 @@ from labs.text_generation import (
 from labs.text_generation.engines import Answer, HuggingFace
 from labs.text_generation.models import Loaded
 from workshop import labs, records
+from workshop.judge.pipe import Closed
+from workshop.judge.turn import Turn
 from workshop.labs import LabRun
 from workshop.run import hardware
 from workshop.run.precision import get_precision
@@ -121,12 +127,14 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(family: str, engine: str, 
             assert proof.until_end(alone.tokens[0].tolist(), loaded.ends) == batch[i]
         assert len({token for row in batch for token in row}) > 10  # no model of one word
         if not temperature:
-            precision = get_precision("fp32", CPU)
-            verdict, found = proof.of_tokens(
-                loaded, precision, [(together, batch)], plain_loop=engine == "hf"
-            )
-            assert verdict.status == "pass", verdict.failures
-            assert found.get("as_hugging_face", 1.0) == 1.0
+            precision, run = get_precision("fp32", CPU), lab_run(metrics={})
+            check = proof.Check(loaded, precision, [together], NEW, plain_loop=engine == "hf")
+            turn = Turn(judged=False, check=check)
+            turn.begin()
+            turn.end([1.0], {"tokens": answer.tokens})
+            turn.answer(lambda: ({}, {}), run)
+            assert run.gate.status == "pass", run.gate.failures
+            assert run.metrics == ({} if engine == "hf" else {"tokens_as_hugging_face": 1.0})
 
 
 # --- the program ---------------------------------------------------------------------------------
@@ -215,34 +223,6 @@ def one_token_less(mask: Tensor) -> Tensor:
     return mask
 
 
-@pytest.mark.parametrize("fault", [None, torch.ones_like, one_token_less])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("engine", ["static", "hf"])  # the second is what the first is held to
-def test_a_fault_turns_the_proof_red(
-    fault: Callable[[Tensor], Tensor] | None,
-    dtype: str,
-    engine: str,
-    typed,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    generate = HuggingFace.generate
-
-    def faulty(self: HuggingFace, ids: Tensor, mask: Tensor, *more: Any) -> Answer:
-        own = engine == "hf" or "cache_implementation" in self._settings
-        mask = fault(mask) if fault and own else mask
-        return generate(self, ids, mask, *more)
-
-    monkeypatch.setattr(HuggingFace, "generate", faulty)
-    status = typed("--engine", engine, "--batch_size", 4, "--dtype", dtype)
-    printed, run = capsys.readouterr().out, record()
-    if fault is None:
-        assert status == 0 and run.gate.status == "pass", run.gate.failures
-        return
-    assert status == 1 and run.status == "gate failed" and "FAIL, so no speed" in printed
-    assert "tokens/s" not in printed and not labs.build_rows([run])[0].times
-
-
 Generate = Callable[..., Answer]
 
 
@@ -281,9 +261,30 @@ def remembered_by(key: Callable[[Tensor, Tensor], object]) -> Callable[[Generate
     return fault
 
 
-FAST_FAULTS: dict[str, Callable[[Generate], Generate]] = {
+def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    even, odd = x[..., ::2], x[..., 1::2]
+    return (x * cos + torch.stack((-odd, even), -1).flatten(-2) * sin).to(x.dtype)
+
+
+ANGLES, DECODE = plain_ops.angles, plain_ops.decode_attention
+
+
+def one_position_on(slot: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    return ANGLES(slot + (slot.numel() == 4), frequencies)  # in a decode step alone
+
+
+def late_mask(qkv: Tensor, cache: Tensor, slot: Tensor, *rest: Tensor) -> Tensor:
+    cache[:, :, :, slot - 1] = 0  # as if the newest token but one were not seen
+    return DECODE(qkv, cache, slot, *rest)
+
+
+def no_padding(qkv: Tensor, cache: Tensor, slot: Tensor, pads: Tensor, *rest: Tensor) -> Tensor:
+    return DECODE(qkv, cache, slot, torch.zeros_like(pads), *rest)
+
+
+FAULTS: dict[str, Callable[[Generate], Generate]] = {
     "no mask": masked_by(torch.ones_like),
-    "first token hidden": masked_by(lambda mask: one_token_less(mask)),
+    "first token hidden": masked_by(one_token_less),
     "lengths of another prompt": masked_by(lambda mask: mask.roll(1, 0)),
     "one prompt's answer for all": answered_with(lambda tokens: tokens[:1].expand_as(tokens)),
     "answers in another order": answered_with(lambda tokens: tokens.roll(1, 0)),
@@ -292,6 +293,13 @@ FAST_FAULTS: dict[str, Callable[[Generate], Generate]] = {
     "remembered by the pointer": remembered_by(lambda ids, mask: ids.data_ptr()),
     "remembered by the lengths": remembered_by(lambda ids, mask: tuple(mask.sum(1).tolist())),
 }
+PARTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "pairs side by side": ("rotate", interleaved),
+    "one position on": ("angles", one_position_on),
+    "a late mask": ("decode_attention", late_mask),
+    "no padding in the steps": ("decode_attention", no_padding),
+}
+"""The fast engine's own functions, and faults of them."""
 
 
 @pytest.fixture(scope="module")
@@ -301,23 +309,53 @@ def measured_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return measure_engines.make_model(tmp_path_factory.mktemp("measured"), CPU, 64, sizes)
 
 
-@pytest.mark.parametrize("fault", [None, *FAST_FAULTS])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_measured_prompts_show_what_the_fast_engine_does_wrong(
+@pytest.mark.parametrize(
+    ("engine", "fault"),
+    [
+        *(("fast", fault) for fault in (None, *FAULTS, *PARTS)),
+        *((engine, fault) for engine in ("static", "hf") for fault in (None, *list(FAULTS)[:2])),
+    ],
+)
+def test_drawn_prompts_show_what_an_engine_does_wrong(
+    engine: str,
     fault: str | None,
     dtype: str,
     typed: Callable[..., int],
     measured_model: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if fault:
-        spoilt = FAST_FAULTS[fault](fast.FastLlama.generate)
-        monkeypatch.setattr(fast.FastLlama, "generate", spoilt)
-    lines = measure_engines.make_prompts(4, 16)
-    assert [len(line) for line in lines] == [16, 14, 12, 10]
+    owner: Any = fast.FastLlama if engine == "fast" else HuggingFace
+    true = owner.generate
+    if fault in FAULTS:
+        spoilt = FAULTS[fault](true)
+
+        def generates(self: Any, *more: Any) -> Answer:
+            own = engine != "static" or "cache_implementation" in self._settings
+            return (spoilt if own else true)(self, *more)
+
+        monkeypatch.setattr(owner, "generate", generates)
+    elif fault:
+        monkeypatch.setattr(plain_ops, *PARTS[fault])
+
+    def turn(judged: bool, check: proof.Check) -> Turn:
+        texts = measure_engines.make_prompts(4, 16, random.Random(5))
+        rows = prompts.encode(texts, check.loaded, NEW)
+        check.left = prompts.batches(rows, 4, check.loaded.pad)
+        return Turn(judged, check)
+
+    if "remembered" not in str(fault):  # that has to show in a process alone, too
+        monkeypatch.setattr(generate, "Turn", turn)
+    lines = measure_engines.make_prompts(4, 16, random.Random(4))
     Path("prompts.txt").write_text("\n".join(lines), encoding="utf-8")
-    words = ["--model_path", measured_model, "--engine", "fast", "--batch_size", 4]
-    assert typed(*words, "--dtype", dtype) == (1 if fault else 0), record().gate
+    words = ["--model_path", measured_model, "--engine", engine, "--batch_size", 4]
+    status, run = typed(*words, "--dtype", dtype), record()
+    assert status == (1 if fault else 0), run.gate
+    if fault:
+        assert run.status == "gate failed" and not labs.build_rows([run])[0].times
+        printed = capsys.readouterr().out
+        assert "FAIL, so no speed" in printed and "tokens/s" not in printed
 
 
 def test_what_is_read_for_a_token(saved) -> None:
@@ -325,8 +363,7 @@ def test_what_is_read_for_a_token(saved) -> None:
     loaded, _ = load(saved("llama"))
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 96 + 2 * 32
     assert models.bytes_read(loaded.model) == 4 * (2 * layer + 32 + 300 * 32)
-    _, kv_bytes = proof.shortfall(loaded, (1, 2, 3), [4, 5])
-    assert kv_bytes == 2 * 2 * (2 * 8) * 4
+    assert models.cache_bytes(loaded) == 2 * 2 * (2 * 8) * 4
     tied, _ = load(saved("gpt2"))
     weights = sum(weight.numel() for weight in tied.model.parameters())
     assert models.bytes_read(tied.model) == 4 * (weights - language_models.POSITIONS * 32)
@@ -430,19 +467,14 @@ def test_vllms_steps_become_an_answer(saved, monkeypatch: pytest.MonkeyPatch) ->
 # --- wrong input ---------------------------------------------------------------------------------
 
 
-def without_shard(folder: Path) -> None:
-    sorted(folder.glob("*.safetensors"))[1].unlink()
-
-
-def cut_shard(folder: Path) -> None:
-    sorted(folder.glob("*.safetensors"))[1].write_text("version https://git-lfs.github.com/spec/v1")
+def second_shard(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[1]
 
 
 def without_weight(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    path = sorted(folder.glob("*.safetensors"))[1]
-    tensors = load_file(path)
+    tensors = load_file(path := second_shard(folder))
     tensors.pop(next(iter(tensors)))
     save_file(tensors, path, {"format": "pt"})
 
@@ -450,19 +482,6 @@ def without_weight(folder: Path) -> None:
 def of_another_model(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
-
-
-def without_tokenizer(folder: Path) -> None:
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
-
-
-def no_model(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def no_causal_model(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "vit"}')
 
 
 LONG = str(language_models.POSITIONS)
@@ -487,25 +506,25 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["--tensor_parallel"], 2, "torchrun"),
     (["three", "more", "words"], 2, "MODEL INPUT OUTPUT"),
 ]
-MISSING = [
-    (["--load_in_8bit"], "bitsandbytes"),
-    (["--device_map", "auto"], "accelerate"),
-    (["--engine", "deepspeed"], "deepspeed"),
-    (["--engine", "vllm"], "vllm"),
-]
+MISSING = {
+    "bitsandbytes": ["--load_in_8bit"],
+    "accelerate": ["--device_map", "auto"],
+    "deepspeed": ["--engine", "deepspeed"],
+    "vllm": ["--engine", "vllm"],
+}
 OF_TWO: list[tuple[list[str], str]] = [
     ([], "2 processes would all do the same"),
     (["--tensor_parallel", "--engine", "fast"], "--engine hf or static"),
     (["--tensor_parallel", "--device_map", "auto"], "--device_map"),
 ]
-DAMAGED = [
-    (without_shard, "is missing, one of"),
-    (cut_shard, "git lfs pull"),
+DAMAGED: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda folder: second_shard(folder).unlink(), "is missing, one of"),
+    (lambda folder: second_shard(folder).write_text("version https://git-lfs"), "git lfs pull"),
     (without_weight, "1 weights are in no file, such as"),
     (of_another_model, "6 weights have another shape than config.json says, such as model.layers"),
-    (without_tokenizer, "can't be loaded"),
-    (no_model, "has no config.json"),
-    (no_causal_model, "can't be loaded"),
+    (lambda folder: [p.unlink() for p in folder.glob("tokenizer*")], "can't be loaded"),
+    (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    (lambda folder: (folder / "config.json").write_text('{"model_type": "vit"}'), "can't be"),
 ]
 
 
@@ -547,12 +566,11 @@ def test_what_this_machine_has_not_is_said_in_a_line(
     refuses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
-    absent = {message for _, message in MISSING}
     monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *_: None if name in absent else find(name)
+        "importlib.util.find_spec", lambda name, *_: None if name in MISSING else find(name)
     )
-    for flags, message in MISSING:
-        refuses(flags, 77, f"{message} ")
+    for name, flags in MISSING.items():
+        refuses(flags, 77, f"{name} ")
     refuses([], 77, "deepspeed is missing", main=lambda argv: lm_gen_ds.main(argv, "deepspeed"))
 
 
@@ -592,7 +610,7 @@ def test_what_deepspeed_can_not_do_is_said_in_a_line(
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGED)
 def test_a_damaged_model_is_refused(
-    damage: Callable[[Path], None], message: str, saved, refuses, tmp_path: Path
+    damage: Callable[[Path], Any], message: str, saved, refuses, tmp_path: Path
 ) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(saved("llama"), folder)
@@ -618,6 +636,22 @@ def test_engines_of_several_processes_have_rows_of_their_own() -> None:
         assert measure_engines._kinds(arguments) == [("fast", 1), *kinds]
 
 
+def test_a_study_draws_prompts_and_wants_a_time_for_each_token(
+    measured_model: Path, tmp_path: Path
+) -> None:
+    study = measure_engines.Study(CPU, "s", tmp_path, measured_model, 10.0)
+    plans = [measure_engines._plan(study, (2, 8, 4), ("fast", 1)) for _ in range(2)]
+    drawn = [plan.check.draw()[0] for plan in plans if plan.check]
+    assert torch.equal(drawn[0]["mask"], drawn[1]["mask"])
+    assert drawn[0]["mask"].sum(1).tolist() == [8, 6]
+    assert not torch.equal(drawn[0]["ids"], drawn[1]["ids"])
+    (run,) = plans[0].planned
+    plans[0].take_times(run, [[9.0, 1.0, 2.0, 3.0]])
+    assert run.step_ms == [1.0, 2.0, 3.0]
+    with pytest.raises(Closed, match="7 times of 4 tokens"):
+        plans[0].take_times(run, [[9.0, *[1.0] * 6]])
+
+
 @pytest.mark.slow
 def test_engines_are_measured_in_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -636,7 +670,6 @@ def test_engines_are_measured_in_turns(
     assert len({run.metrics["copy_gbs"] for run in done}) == 1  # one floor for each subject
     assert [run.status for run in runs if run not in done] == ["skipped", "skipped"]
     assert (tmp_path / "engines.md").read_text().count("| pass |") == 2
-    assert (tmp_path / "engines.png").stat().st_size > 10_000
-    found = documents.parts(runs, tmp_path)[documents.README]["engines"]
+    found = documents.parts(runs)[documents.README]["engines"]
     assert found.count("| fp32, fast | ") == 2 and found.count("| skipped |") == 2
     assert "vllm is missing" in found

@@ -110,6 +110,12 @@ class LabRow:
     def pooled(self) -> list[float]:
         return sorted(ms for run in self.times for ms in run)
 
+    def metric(self, name: str) -> float | None:
+        """The median of the processes; None for a row without times."""
+        found = [run.metrics.get(name) for run in self.runs] if self.times else []
+        values = [float(value) for value in found if isinstance(value, (int, float))]
+        return timing.median(values) if values else None
+
     @property
     def step_ms(self) -> float | None:
         return timing.median(self.pooled) if self.times else None

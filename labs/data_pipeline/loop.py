@@ -11,7 +11,6 @@ for every format, decoder, number of workers and device.
 
 import copy
 import functools
-import itertools
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Protocol
@@ -73,7 +72,7 @@ class Settings:
     """A step is a graph of its kernels, captured once and launched as one; on a GPU."""
     ahead: bool = False
     """A batch is copied to the GPU while the step before it runs, and the workers go on into the
-    next epoch while one ends."""
+    next epoch while one ends, up to `Order.last`."""
 
 
 @dataclass(frozen=True)
@@ -141,13 +140,12 @@ class Order(Sampler[Key]):
     """DataLoader's sampler: an epoch's whole batches, in the order that `draw` gives. A worker that
     stays can't see the epoch change, so that it comes with each image."""
 
-    def __init__(
-        self, images: int, size: int, batch_size: int, seed: int, endless: bool = False
-    ) -> None:
+    def __init__(self, images: int, size: int, batch_size: int, seed: int) -> None:
         self.images, self.size, self.batch_size, self.seed = images, size, batch_size, seed
         self.steps = images // batch_size
-        self.endless = endless  # epoch after epoch, from `self.epoch` on
         self.epoch = 0
+        self.last = 0
+        """Where it is more than `epoch`, the epochs up to it follow without a pause."""
 
     def draw(self, epoch: int) -> tuple[Tensor, Tensor]:
         return draw(self.images, self.size, self.seed, epoch)
@@ -156,7 +154,7 @@ class Order(Sampler[Key]):
         return self.draw(epoch)[0][: self.steps * self.batch_size]
 
     def __iter__(self) -> Iterator[Key]:
-        epochs = itertools.count(self.epoch) if self.endless else (self.epoch,)
+        epochs = range(self.epoch, max(self.epoch, self.last) + 1)
         return ((epoch, index) for epoch in epochs for index in self.indices(epoch).tolist())
 
     def __len__(self) -> int:
@@ -197,27 +195,31 @@ class Resident:
 
 class Ahead:
     """A loader's batches, on the GPU: each is copied by a stream of its own while the step before
-    it runs. Its order is endless, so that an epoch starts with batches that are ready."""
+    it runs. The order goes on into later epochs, which start with batches that are ready."""
 
     def __init__(self, loader: Iterable[Batch], order: Order, device: torch.device) -> None:
         self.loader, self.order, self.device = loader, order, device
         self.stream = torch.cuda.Stream(device)
-        self._next_epoch = (-1, -1)
+        self._copied: Batch | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        steps, stream = self.order.steps, torch.cuda.current_stream(self.device)
-        if self._next_epoch != (self.order.epoch, steps):
+        stream = torch.cuda.current_stream(self.device)
+        if self._copied is None:
             self._batches = iter(self.loader)
-            self._copied = self._copy(next(self._batches))
-        for _ in range(steps):
+            self._copied = self._copy()
+        for _ in range(self.order.steps):
+            assert self._copied is not None
             stream.wait_stream(self.stream)
             for part in self._copied:
                 part.record_stream(stream)  # its memory is free only when the step is done
             yield self._copied
-            self._copied = self._copy(next(self._batches))
-        self._next_epoch = self.order.epoch + 1, steps
+            self._copied = self._copy()
 
-    def _copy(self, batch: Batch) -> Batch:
+    def _copy(self) -> Batch | None:
+        """The next batch; None after the last one of the order."""
+        batch = next(self._batches, None)
+        if batch is None:
+            return None
         with torch.cuda.stream(self.stream):
             images, labels, indices = (part.to(self.device, non_blocking=True) for part in batch)
         return images, labels, indices
@@ -306,7 +308,7 @@ class Loop:
         self.settings, self.images, self.device = settings, images, device
         self.classes, self.seed = classes, seed
         size = images[0][0].shape[-1]
-        self.order = Order(len(images), size, batch_size, seed, endless=settings.ahead)
+        self.order = Order(len(images), size, batch_size, seed)
         self.order.steps = min(steps or self.order.steps, self.order.steps)
         self.loader = make_loader(settings, images, self.order, device)
         self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format

@@ -187,12 +187,9 @@ def _is_whole(folder: Path, made: dict[str, Any]) -> bool:
         manifest = results.read_json(folder / MANIFEST)
     except WorkshopError:
         return False
-    sums = manifest.get("sha256", {})
-    return (
-        manifest.get("made") == made
-        and {path.name for path in folder.iterdir()} == {MANIFEST, *sums}
-        and all(_sum_of(folder / name) == sums[name] for name in _track([*sums], "checking"))
-    )
+    names = {MANIFEST, *manifest.get("sha256", {})}
+    there = {path.name for path in folder.iterdir()}
+    return manifest.get("made") == made and there == names and not find_damaged(folder.parent)
 
 
 def find_damaged(folder: Path) -> Path | None:

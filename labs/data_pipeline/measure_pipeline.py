@@ -9,9 +9,8 @@ it trains on the plain loop's images, to the plain loop's losses and weights.
 """
 
 import argparse
-import itertools
+import math
 import sys
-import tempfile
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ if __name__ == "__main__":
 
 import torch
 
-from labs.data_pipeline import make_dataset, measure_rung, profiling, rates, rungs
+from labs.data_pipeline import make_dataset, measure_rung, profiling, proof, rates, rungs
 from labs.data_pipeline.formats import FORMATS, MANIFEST, PACKED, BadData, Folder, how_to_make
 from labs.data_pipeline.loop import Loop
 from labs.data_pipeline.measure_rung import LAB, cores
@@ -37,6 +36,7 @@ from workshop.compare import lab_table, tables
 from workshop.compare.tables import Line, Table, number
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge import studies
+from workshop.judge.pipe import Closed
 from workshop.labs import LabRow, LabRun
 from workshop.run import hardware, timing
 
@@ -47,10 +47,11 @@ LARGE_SIDE = 224
 
 def build_parser() -> argparse.ArgumentParser:
     assert __doc__
+    names = textwrap.fill(f"rungs: {', '.join(rungs.BY_NAME)}", 98, break_on_hyphens=False)
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"{_names()}\n\nExit status: 0 done, 1 a gate or a "
+        epilog=f"{names}\n\nExit status: 0 done, 1 a gate or a "
         "rung failed, 2 wrong usage, 77 something is missing on\nthis machine, 130 interrupted.",
     )
     add = parser.add_argument
@@ -91,15 +92,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for flag in ("--rung", "--folder"):  # what one process measures
         add(flag, help=argparse.SUPPRESS)
-    for flag in ("--profile-dir", "--audit"):
-        add(flag, type=Path, help=argparse.SUPPRESS)
+    add("--profile-dir", type=Path, help=argparse.SUPPRESS)
     add("--candidate", action="store_true", help=argparse.SUPPRESS)
     return parser
-
-
-def _names() -> str:
-    names = f"rungs: {', '.join(rungs.BY_NAME)}"
-    return textwrap.fill(names, 98, break_on_hyphens=False)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -179,23 +174,29 @@ def _complete(arguments: argparse.Namespace, device: torch.device) -> None:
 # --- the images ----------------------------------------------------------------------------------
 
 
+def _digits(arguments: argparse.Namespace, large: bool) -> tuple[int, int]:
+    """The number of the images that are made, and their side."""
+    return (arguments.resnet_images, LARGE_SIDE) if large else (arguments.images, arguments.size)
+
+
+def _folder(arguments: argparse.Namespace, large: bool) -> Path:
+    images, size = _digits(arguments, large)
+    return arguments.dataset_dir or make_dataset.FOLDER / "data" / f"digits_{images}_{size}"
+
+
 def prepare(arguments: argparse.Namespace, large: bool, formats: set[str]) -> Path:
     """The folder of the images in these formats: what is missing is written first.
 
     Raises:
         WorkshopError: an image or a packed file is damaged, or there are too few images.
     """
-    folder = arguments.dataset_dir
+    folder = _folder(arguments, large)
     flag = "--resnet-batch-size" if large else "--batch-size"
     batch = arguments.resnet_batch_size if large else arguments.batch_size
-    if folder is None:
-        images, size = (
-            (arguments.resnet_images, LARGE_SIDE) if large else (arguments.images, arguments.size)
-        )
-        asked = ["--images", str(images), "--size", str(size)]
-        made = make_dataset.build_parser().parse_args(asked)
-        folder = make_dataset.FOLDER / "data" / f"digits_{images}_{size}"
-        make_dataset.make(made)
+    if not arguments.dataset_dir:
+        images, size = map(str, _digits(arguments, large))
+        asked = ["--images", images, "--size", size]
+        make_dataset.make(make_dataset.build_parser().parse_args(asked))
     elif not (folder / Folder.file_name / MANIFEST).is_file():
         raise WorkshopError(
             f"--dataset-dir {folder}: no images of make_dataset.py; make a set of yours with "
@@ -212,7 +213,7 @@ def prepare(arguments: argparse.Namespace, large: bool, formats: set[str]) -> Pa
     there = len(Folder(folder))
     if batch > there:
         raise WorkshopError(f"{flag} {batch}: there are {there:,} images in {folder}")
-    return Path(folder)
+    return folder
 
 
 # --- the rungs -----------------------------------------------------------------------------------
@@ -241,19 +242,27 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> int:
                         if not reasons[name] and rungs.is_large(name) == large})
     }  # fmt: skip
     session = results.new_session()
-    runs = [_skipped(arguments, name, device, why, session) for name, why in reasons.items() if why]
+    runs = list[LabRun]()
+    for name in filter(reasons.get, names):
+        made = _folder(arguments, rungs.is_large(name))
+        run = measure_rung.new_run(arguments, name, made, device, session)
+        runs.append(studies.Plan([], [run], folder).skipped(reasons[name]))
+        print(f"{name}: {_outcome(run)}")
     profiles = folder / "profiles" / session
-    with tempfile.TemporaryDirectory() as arguments.audit:
-        for repeat in range(arguments.repeats):
-            plans = [
-                _plan(arguments, name, folders[rungs.is_large(name)], device, session,
-                      [] if repeat else ["--profile-dir", str(profiles / name)])
-                for name in names[:: 1 - 2 * (repeat % 2)]
-                if not reasons[name]
-            ]  # fmt: skip
-            for one in studies.in_turns(plans, arguments.jobs):
-                runs.append(one)
-                print(f"{one.variant}: {_outcome(one)}", flush=True)
+    for repeat in range(arguments.repeats):
+        plain = {
+            large: proof.PlainLoop(measure_rung.asked(arguments, large, made, device))
+            for large, made in folders.items()
+        }
+        plans = [
+            _plan(arguments, name, plain[rungs.is_large(name)], session,
+                  [] if repeat else ["--profile-dir", str(profiles / name)])
+            for name in names[:: 1 - 2 * (repeat % 2)]
+            if not reasons[name]
+        ]  # fmt: skip
+        for one in studies.in_turns(plans, arguments.jobs):
+            runs.append(one)
+            print(f"{one.variant}: {_outcome(one)}", flush=True)
     return _show(runs, names, folder, profiles)
 
 
@@ -276,38 +285,19 @@ def _missing(arguments: argparse.Namespace, name: str, device: torch.device) -> 
     return ""
 
 
-def _skipped(
-    arguments: argparse.Namespace, name: str, device: torch.device, reason: str, session: str
-) -> LabRun:
-    record = measure_rung.new_run(arguments, name, _folder_name(arguments, name), device, session)
-    record.status, record.error = "skipped", reason
-    records.add(record, arguments.output_dir)
-    print(f"{name}: skipped: {reason}")
-    return record
-
-
-def _folder_name(arguments: argparse.Namespace, name: str) -> Path:
-    if arguments.dataset_dir:
-        return Path(arguments.dataset_dir)
-    if rungs.is_large(name):
-        return Path(f"digits_{arguments.resnet_images}_{LARGE_SIDE}")
-    return Path(f"digits_{arguments.images}_{arguments.size}")
-
-
 def _plan(
     arguments: argparse.Namespace,
     name: str,
-    folder: Path,
-    device: torch.device,
+    plain: proof.PlainLoop,
     session: str,
     more: Sequence[str],
 ) -> studies.Plan:
+    folder, device = plain.asked.folder, plain.asked.device
     flags = {
         "steps": name, "rung": name, "folder": folder,
         "workers": arguments.workers, "batch-size": arguments.batch_size,
         "resnet-batch-size": arguments.resnet_batch_size, "epochs": arguments.epochs,
         "seed": arguments.seed, "device": device, "open-ms": arguments.open_ms,
-        "audit": arguments.audit,
     }  # fmt: skip
     if arguments.iterations:
         flags["iterations"] = arguments.iterations
@@ -316,9 +306,14 @@ def _plan(
     record = measure_rung.new_run(arguments, name, folder, device, session, command)
 
     def take_times(run: LabRun, spans: studies.Spans) -> None:
-        measure_rung.time_epochs(run, list(itertools.chain.from_iterable(spans)), arguments.epochs)
+        (times,), asked = spans, arguments.epochs * plain.images.steps
+        if len(times) != asked:
+            raise Closed(f"the process told {len(times)} times of {asked} steps")
+        measure_rung.time_epochs(run, times, arguments.epochs)
 
-    return studies.Plan([sys.executable, *command], [record], arguments.output_dir, take_times)
+    check = proof.Check(plain, record)
+    words = [sys.executable, *command]
+    return studies.Plan(words, [record], arguments.output_dir, take_times, check)
 
 
 def _outcome(run: LabRun) -> str:
@@ -371,9 +366,9 @@ def rates_table(rows: Sequence[LabRow]) -> Table:
     """What each part could do alone, by rung: of the process in the middle."""
     keys = ("storage_per_s", "read_per_s", "decode_per_s", "worker_per_s", "model_per_s")
     lines = [
-        Line([row.label, *(number(rungs.median(row, key), ",.0f") for key in keys),
-              number(rungs.median(row, "wait_share"), ".0%"),
-              number(rungs.median(row, "kernel_share") or None, ".0%")])
+        Line([row.label, *(number(row.metric(key), ",.0f") for key in keys),
+              number(row.metric("wait_share"), ".0%"),
+              number(row.metric("kernel_share") or None, ".0%")])
         for row in rows
         if row.times
     ]  # fmt: skip
@@ -422,7 +417,7 @@ def show_rates(arguments: argparse.Namespace, device: torch.device) -> int:
         f"{rates.decode_rate(images):,.0f}\n"
         f"one worker prepares {worker:,.0f} images/s: it reads, decodes, crops, normalises\n"
         f"the model takes {model:,.0f} images/s of batches that lie on the device\n"
-        f"workers that follow: {rates.workers_needed(model, worker)}, on {cores()} cores"
+        f"workers that follow: {math.ceil(model / worker)}, on {cores()} cores"
     )
     return errors.DONE
 

@@ -7,22 +7,22 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torch.utils.flop_counter import FlopCounterMode
 
 from labs.data_pipeline import peers, profiling, proof, rates, rungs
 from labs.data_pipeline.formats import FORMATS, Images
-from labs.data_pipeline.loop import Batch, Loop, Settings, Source
+from labs.data_pipeline.loop import Batch, Loop, Settings, Source, Step
 from labs.data_pipeline.reference import Asked
 from labs.data_pipeline.slow import SlowOpens
 from workshop import errors, labs, records, results
 from workshop.errors import NotOnThisMachine, OutOfMemory, WorkshopError
-from workshop.judge.turn import Clock, Turn
+from workshop.judge.turn import Clock, Shown, Turn
 from workshop.labs import LabRun
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.run import hardware, lab_record, memory, startup, trainer
@@ -30,7 +30,7 @@ from workshop.run.precision import set_arithmetic
 
 LAB = "data_pipeline"
 SHARED_MEMORY = Path("/dev/shm")
-HIDDEN = ("--output-dir", "--dataset-dir", "--rung", "--folder", "--profile-dir", "--audit")
+HIDDEN = ("--output-dir", "--dataset-dir", "--rung", "--folder", "--profile-dir")
 _OUT_OF_SHARED_MEMORY = "Bus error|unable to (allocate|write|resize) .*shm|No space left on device"
 
 
@@ -39,46 +39,54 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
     device = hardware.get_device(arguments.device)
     record = new_run(arguments, name, folder, device)
     rungs.check(name, device, arguments.workers)
-    settings, turn = rungs.settings(name, arguments.workers), Turn(arguments.candidate)
+    settings = rungs.settings(name, arguments.workers)
     set_arithmetic("fp32")
     startup.watch_compilers(torch_compile=settings.compile)
-    with trainer.memory_failure_as(lambda asked: _too_large(record, asked)):
+
+    def too_large(asked: str) -> OutOfMemory:
+        what = f"{name}: batch {record.units_per_step} does not fit in memory"
+        return OutOfMemory(f"{what}: {asked}; take a smaller one")
+
+    with trainer.memory_failure_as(too_large):
         images, source = open_images(settings, folder, arguments.open_ms)
         size = record.units_per_step
         loop = Loop(
             settings, source, device, size, arguments.iterations, images.classes, arguments.seed
         )
+        plain = proof.PlainLoop(asked(arguments, rungs.is_large(name), folder, device))
+        turn = Turn(arguments.candidate, proof.Check(plain, record))
         turn.wait()
-        rates_of(record, images, source, loop)
-        seen = train(record, loop, arguments.epochs, turn)
-        seen.end()
-        record.metrics["model_per_s"] = rates.model_rate(loop)
+        record.metrics |= {  # of one core
+            "storage_per_s": rates.storage_rate(images),  # first: what is mapped can't be dropped
+            "read_per_s": rates.read_rate(images),
+            "decode_per_s": rates.decode_rate(images),
+            "worker_per_s": rates.worker_rate(source, loop),
+        }
+        turn.answer(train(record, loop, arguments.epochs, turn).show, record)
+        set_arithmetic("fp32")  # as before: a judge in this process changes it
+        record.metrics["model_per_s"] = rates.model_rate(loop)  # trains on
         if arguments.profile_dir:
-            profiling.profile_rung(loop, arguments.epochs + 1, record, arguments.profile_dir)
-        asked = Asked(
-            folder=folder,
-            device=device,
-            model=settings.model,
-            precision=str(record.options["precision"]),
-            batch_size=size,
-            steps=arguments.iterations,
-            epochs=1 + arguments.epochs,
-            seed=arguments.seed,
-        )
-        begin = time.perf_counter()
-        record.gate = proof.of_run(seen, asked, arguments.audit)
-        record.setup_s["audit"] = time.perf_counter() - begin
+            profiling.profile_rung(loop, loop.order.epoch + 1, record, arguments.profile_dir)
     record.flops_per_step = size * flops_per_image(loop.model, loop.order.size)
     record.plausibility = labs.implausible(record)
-    passed = record.gate.status == "pass"
-    record.status = "complete" if passed else "gate failed"
+    red = record.gate.status == "fail"
+    record.status = "gate failed" if red else "complete"
     if turn.judged:
         turn.tell(record)
     else:
         records.add(record, arguments.output_dir)
     if arguments.profile_dir:
         records.write(record, arguments.profile_dir / RUN_FILE)
-    return errors.DONE if passed else errors.ANSWER_IS_NO
+    return errors.ANSWER_IS_NO if red else errors.DONE
+
+
+def asked(arguments: argparse.Namespace, large: bool, folder: Path, device: torch.device) -> Asked:
+    """The training that the rungs of a network have to do."""
+    return Asked(
+        folder, device, "resnet50" if large else "cnn",
+        batch_size=arguments.resnet_batch_size if large else arguments.batch_size,
+        steps=arguments.iterations, epochs=1 + arguments.epochs, seed=arguments.seed,
+    )  # fmt: skip
 
 
 def new_run(
@@ -109,13 +117,9 @@ def new_run(
         unit="images",
         units_per_step=batch,
         baseline=rungs.first(name),
-        options={
-            **asdict(settings),
-            **own,
-            "cores": cores(),
-            "asked_for_workers": arguments.workers,
-        },
-    )
+        options={**asdict(settings), **own, "cores": cores(),
+                 "asked_for_workers": arguments.workers},
+    )  # fmt: skip
 
 
 def cores() -> int:
@@ -136,47 +140,83 @@ def open_images(settings: Settings, folder: Path, open_ms: float) -> tuple[Image
     return images, SlowOpens(source, open_ms)
 
 
-def _too_large(record: LabRun, asked: str) -> OutOfMemory:
-    return OutOfMemory(
-        f"{record.variant}: batch {record.units_per_step} does not fit in memory: {asked}; take a "
-        "smaller one"
-    )
-
-
-def rates_of(record: LabRun, images: Images, source: Source, loop: Loop) -> None:
-    """Records what one core reads, decodes and prepares in a second."""
-    record.metrics |= {
-        "storage_per_s": rates.storage_rate(images),  # first: what is mapped can't be dropped
-        "read_per_s": rates.read_rate(images),
-        "decode_per_s": rates.decode_rate(images),
-        "worker_per_s": rates.worker_rate(source, loop),
-    }
-
-
 # --- the timed epochs ----------------------------------------------------------------------------
 
 
-def train(record: LabRun, loop: Loop, epochs: int, turn: Turn) -> proof.Seen:
-    """An epoch in which compilers, workers and memory settle, then so many that are timed."""
-    seen, waited = proof.Seen(loop), Waits(loop.loader)
+@dataclass
+class Seen:
+    """The course of a rung, taken from its loop while it ran."""
+
+    loop: Loop
+    kept: dict[int, int] = field(default_factory=dict)
+    """The numbers of the steps whose inputs are kept in part, and the first image of each part."""
+    losses: list[Tensor] = field(default_factory=list)
+    scales: list[Tensor] = field(default_factory=list)
+    """fp16's loss scale, first and after each step."""
+    delivered: list[list[Tensor]] = field(default_factory=list)
+    """The images' numbers of each step, for each epoch."""
+    parts: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.scales.append(torch.tensor(self.loop.scaler.get_scale(), device=self.loop.device))
+
+    def see(self, step: Step) -> None:
+        """To be called after every step; does not wait for the device."""
+        self.delivered[-1].append(step.indices)
+        if self.loop.settings.amp:
+            scale = self.loop.scaler._get_scale_async()  # get_scale waits
+            assert scale is not None
+            self.scales.append(scale.clone())
+        number = len(self.losses)
+        self.losses.append(step.loss)
+        if (start := self.kept.get(number)) is not None:
+            for name, tensor in (("inputs", step.inputs), ("labels", step.labels)):
+                self.parts[f"{name} {number}"] = tensor[start : start + proof.PART].clone()
+
+    def show(self) -> Shown:
+        """The course as proof.Course reads it; to be called before the loop trains on."""
+        scales, weights = torch.stack(self.scales), self.loop.model.named_parameters()
+        course = {
+            "scales": scales if len(scales) > 1 else scales.expand(1 + len(self.losses)),
+            "delivered": torch.cat([step for steps in self.delivered for step in steps]),
+            **self.parts,
+            **{f"weight {name}": weight.detach() for name, weight in weights},
+        }
+        sizes = [[*map(len, steps)] for steps in self.delivered]
+        return {name: tensor.cpu() for name, tensor in course.items()}, {"sizes": sizes}
+
+
+def train(record: LabRun, loop: Loop, epochs: int, turn: Turn) -> Seen:
+    """Trains an epoch in which compilers, workers and memory settle, then those that are timed,
+    whose numbers come when the clock starts."""
+    seen, waited = Seen(loop), Waits(loop.loader)
     on_gpu = loop.device.type == "cuda"
 
-    def timed(numbers: range, turn: Turn) -> list[float]:
+    def timed(count: int, turn: Turn) -> list[float]:
         clock = Clock(loop.device, turn)
-        clock.start()
-        for epoch in numbers:
+        drawn = clock.start().values
+        seen.kept = dict(drawn.get("kept", ()))
+        first = drawn.get("first", 0)
+        if loop.settings.ahead:
+            loop.order.last = first + count - 1
+        for epoch in range(first, first + count):
             loop.order.epoch = epoch
-            for step in loop.train(waited, epoch):
-                clock.mark()
-                seen.see(epoch, step)
-        clock.stop()
+            seen.delivered.append([])
+            for number, step in enumerate(loop.train(waited, epoch), 1):
+                seen.see(step)
+                if number < loop.order.steps:
+                    clock.mark()
+            clock.mark()  # an epoch's time has the end of its workers
+        # A number for each weight, which its last update changes, too.
+        norms = [w.detach().norm(dtype=torch.float64) for w in loop.model.parameters()]
+        clock.stop({"losses": torch.stack(seen.losses).float(), "norms": torch.stack(norms)})
         return clock.step_ms
 
-    settling = timed(range(1), Turn(judged=False))
+    settling = timed(1, Turn(judged=False))
     if on_gpu and not loop.settings.graph:  # whose capture starts the count
         torch.cuda.reset_peak_memory_stats(loop.device)
     waited.seconds = 0.0
-    times = timed(range(1, 1 + epochs), turn)
+    times = timed(epochs, turn)
     record.metrics["wait_share"] = waited.seconds / (sum(times) / 1e3)
     time_epochs(record, times, epochs)
     record.losses = results.finite(torch.stack(seen.losses).tolist())
@@ -221,15 +261,12 @@ def _explained(error: Exception) -> Exception:
     # The worker's end by a signal is behind the error that its queue is closed.
     if not re.search(_OUT_OF_SHARED_MEMORY, f"{error} {error.__cause__}"):
         return error
-    return WorkshopError(f"a worker ended by a bus error or without room: {too_little_shared()}")
-
-
-def too_little_shared() -> str:
     total = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.exists() else 0
-    return (
-        f"workers hand their batches over in {SHARED_MEMORY}, which holds {total / 1e6:,.0f} MB; "
-        "take fewer --workers or a smaller --batch-size, or enlarge it (docker run --shm-size=8g, "
-        f"or mount -o remount,size=8g {SHARED_MEMORY})"
+    return WorkshopError(
+        "a worker ended by a bus error or without room: workers hand their batches over in "
+        f"{SHARED_MEMORY}, which holds {total / 1e6:,.0f} MB; take fewer --workers or a smaller "
+        "--batch-size, or enlarge it (docker run --shm-size=8g, or mount -o remount,size=8g "
+        f"{SHARED_MEMORY})"
     )
 
 

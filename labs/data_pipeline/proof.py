@@ -1,10 +1,10 @@
-"""The audit of a rung: does its timed run train as the plain loop does (reference.py)?
+"""The judge's side of a rung: does its run train as the plain loop does (reference.py)?
 
-From the rung's own process come the loss of every step, the numbers of the images that each step
-had, parts of some batches as the network got them, and the final weights. The parts are drawn at
-random after their steps, and have to be the plain loop's inputs. Each epoch has every image of its
-order once. The plain loop then trains on the same batches in fp32: losses and movements have to be
-its own.
+When the clock starts the judge names the timed epochs, and the steps whose inputs it wants to see,
+in part. When it stops there come the loss of every step and the size of every weight. Then the
+judge asks for the numbers of the images that each step had, the parts, and the final weights. The
+parts have to be the plain loop's inputs. Each epoch has every image of its order once. The plain
+loop then trains on the same batches in fp32: losses and movements have to be its own.
 
 Where a rung is further off than FLOORS, the plain loop trains twice more, at the rung's precision
 and in both memory formats, whose products round differently: a rung may be MULTIPLE times as far
@@ -12,21 +12,25 @@ off. Adam carries roundings on, and ResNet-50's norms amplify them. So the later
 show only coarse faults, those of the small network also fine ones.
 """
 
-import hashlib
+import itertools
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from labs.data_pipeline import reference
-from labs.data_pipeline.loop import Loop, Step
 from labs.data_pipeline.reference import Asked, Images, Trained
-from workshop import results
+from workshop.errors import OutOfMemory
+from workshop.judge import turn
+from workshop.judge.pipe import Closed, Message
+from workshop.judge.turn import Shown
+from workshop.judge.wire import expected
+from workshop.labs import LabRun
 from workshop.results import Parity
+from workshop.run import trainer
+from workshop.run.precision import set_arithmetic
 
 FLOORS = {"loss": 1e-4, "movement": 0.01, "direction": 0.02}
 """Errors that are always allowed: of a loss as a share of the first one, of how far a weight has
@@ -39,6 +43,8 @@ MOST = 0.25
 """The largest error of a loss or a movement that is ever allowed."""
 INPUT_ROUNDING = 4e-6
 """The largest error of an input, which is at most 2.7."""
+SIZE_ROUNDING = 1e-9
+"""The largest error of a weight's norm, as a share: it is a sum in fp64, in any order."""
 MOST_SKIPPED = 16
 """Steps that a loss scale may leave out: it starts high. ResNet-50 in fp16 skips more than three on
 an H200."""
@@ -53,163 +59,167 @@ Errors = tuple[float, float]
 """An error, and what is allowed."""
 
 
-@dataclass
-class Part:
-    """Some images of a step's batch, as the network got them."""
-
-    epoch: int
-    indices: Tensor
-    inputs: Tensor
-    labels: Tensor
-
-
-@dataclass
-class Seen:
-    """The course of a rung, taken from its loop while it ran."""
-
-    loop: Loop
-    losses: list[Tensor] = field(default_factory=list)
-    scales: list[Tensor] = field(default_factory=list)
-    """fp16's loss scale after each step."""
-    delivered: list[list[Tensor]] = field(default_factory=list)
-    """The images' numbers of each step, for each epoch."""
-    parts: list[Part] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    """After the last step, on the CPU."""
-
-    def __post_init__(self) -> None:
-        self._chance = random.SystemRandom()
-        self.first_scale = self.loop.scaler.get_scale()
-
-    def see(self, epoch: int, step: Step) -> None:
-        """To be called after every step; does not wait for the device."""
-        if epoch == len(self.delivered):
-            self.delivered.append([])
-        self.delivered[epoch].append(step.indices)
-        if self.loop.settings.amp:
-            scale = self.loop.scaler._get_scale_async()  # get_scale waits
-            assert scale is not None
-            self.scales.append(scale.clone())
-        # Vitter's algorithm R: in the end each step has been kept with the same chance.
-        number = len(self.losses)
-        self.losses.append(step.loss)
-        place = number if number < KEPT else self._chance.randrange(number + 1)
-        if place < KEPT:
-            start = self._chance.randrange(max(1, len(step.indices) - PART + 1))
-            kept = (step.indices, step.inputs, step.labels)
-            part = Part(epoch, *(tensor[start : start + PART].clone() for tensor in kept))
-            self.parts[place : place + 1] = [part]
-
-    def end(self) -> None:
-        """To be called after the last step, before the loop trains anything else."""
-        self.weights = {
-            name: weight.detach().cpu().clone()
-            for name, weight in self.loop.model.named_parameters()
-        }
-
-
-def of_run(seen: Seen, asked: Asked, folder: Path | None = None) -> Parity:
-    """The verdict on a run.
+class Course:
+    """A rung's run, as its process shows it.
 
     Args:
-        asked: what it had to train.
-        folder: keeps the plain loop's trainings for other runs on the same batches.
+        stopped: what came when the clock stopped.
+
+    Raises:
+        Closed: it is no run.
     """
-    torch.backends.cudnn.benchmark = False  # a search would take longer than these steps
-    images, measures = Images(asked), dict[str, Errors]()
-    failures = _other_order(seen, asked, images) + _other_images(seen, images)
-    moves = [moves for _, moves in _scales(seen)]
-    if moves.count(False) > MOST_SKIPPED or not any(moves):
-        failures.append(f"{moves.count(False)} of {len(moves)} steps moved no weight")
-    if not failures:
-        measures = _measure(seen, asked, images, folder)
-        failures = [
-            f"{name}: {error:.1e} from the plain loop's, {allowed:.1e} allowed"
-            for name, (error, allowed) in measures.items()
-            if not error <= allowed
-        ]
-    ordered = sorted(measures, key=lambda name: _share(measures[name]))
-    shown = dict.fromkeys([*[*measures][:1], *ordered[-SHOWN:]])  # the loss is the first
-    return Parity(
-        status="fail" if failures else "pass",
-        failures=failures,
-        batch_size=asked.batch_size,
-        reference="PNG files by PIL and a plain loop in fp32, in this process",
-        measures={
-            name: {"error": _finite(measures[name][0]), "allowed": measures[name][1]}
-            for name in shown
-        },
-    )
+
+    def __init__(self, stopped: Mapping[str, Tensor], shown: Message) -> None:
+        self.tensors = shown.tensors
+        with expected():
+            sizes = [[int(size) for size in steps] for steps in shown.values["sizes"]]
+            self.losses, self.norms = (stopped[name].cpu() for name in ("losses", "norms"))
+            scales = self.tensors["scales"].tolist()
+            self.scales = [(scale, then >= scale) for scale, then in itertools.pairwise(scales)]
+            """Each step's loss scale, and whether the step moved the weights: one that overflows
+            halves the scale instead."""
+            steps = iter(
+                self.tensors["delivered"].long().split([n for epoch in sizes for n in epoch])
+            )
+            self.delivered = [[next(steps) for _ in epoch] for epoch in sizes]
+            """The images' numbers of each step, for each epoch."""
+            if not self.losses.shape == (len(self.scales),) == (sum(map(len, sizes)),):
+                raise ValueError(f"{len(self.losses)} losses of {sum(map(len, sizes))} steps")
 
 
-def _other_order(seen: Seen, asked: Asked, images: Images) -> list[str]:
-    """Each epoch's images against its order: the same, one after the other, or for a loader in
-    OWN_ORDER each at most once."""
-    failures = []
-    if len(seen.delivered) != asked.epochs:
-        failures.append(f"{len(seen.delivered)} epochs for {asked.epochs}")
-    for epoch, steps in enumerate(seen.delivered):
-        if wrong := sum(len(indices) != asked.batch_size for indices in steps):
-            failures.append(f"epoch {epoch}: {wrong} batches have another size")
-        found = torch.cat(steps).cpu()
-        if twice := len(found) - len(found.unique()):
-            failures.append(f"epoch {epoch}: {twice} images come twice")
-        wanted = images.drawn(epoch)[0][: images.steps * asked.batch_size]
-        if len(found) != len(wanted):
-            failures.append(f"epoch {epoch}: {len(found):,} images for {len(wanted):,}")
-        elif seen.loop.settings.reader not in OWN_ORDER and not torch.equal(found, wanted):
-            failures.append(f"epoch {epoch}: the images come in another order")
-    return failures
+class PlainLoop:
+    """The plain loop, whose trainings are kept: rungs with the same batches share them."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked, self.images = asked, Images(asked)
+        self._trained: dict[object, Trained] = {}
+
+    def train(self, course: Course, precision: str, layout: torch.memory_format) -> Trained:
+        """Trains on the course's batches, with its loss scales."""
+        epochs = zip(self.asked.numbers, course.delivered, strict=True)
+        batches = tuple((i, tuple(step.tolist())) for i, steps in epochs for step in steps)
+        key = batches, tuple(course.scales), precision, layout
+        if key not in self._trained:
+            with trainer.memory_failure_as(lambda asked: OutOfMemory(f"the plain loop: {asked}")):
+                self._trained[key] = reference.train(
+                    self.asked, self.images, batches, course.scales, precision, layout
+                )
+            torch.cuda.empty_cache()  # the next rung needs the device's memory
+        return self._trained[key]
 
 
-def _other_images(seen: Seen, images: Images) -> list[str]:
-    failures = []
-    for part in seen.parts:
-        inputs, labels = images.batch(part.epoch, part.indices.tolist())
-        apart = (part.inputs.cpu() - inputs).abs().flatten(1).amax(1)
-        where = f"epoch {part.epoch}: {{}} of {len(labels)} {{}} of a batch are others"
-        if wrong := int((~(apart <= INPUT_ROUNDING)).sum()):
-            failures.append(where.format(wrong, "inputs"))
-        if wrong := int((part.labels.cpu() != labels).sum()):
-            failures.append(where.format(wrong, "labels"))
-    return failures
+class Check(turn.Check):
+    """Compares a rung with the plain loop.
 
+    Args:
+        run: the rung's record, with its options.
+    """
 
-def _scales(seen: Seen) -> list[tuple[float, bool]]:
-    """Each step's loss scale, and whether the step moved the weights: one that overflows halves the
-    scale instead."""
-    after = [float(scale) for scale in seen.scales] or [seen.first_scale] * len(seen.losses)
-    before = [seen.first_scale, *after[:-1]]
-    return [(scale, then >= scale) for scale, then in zip(before, after, strict=True)]
+    def __init__(self, plain: PlainLoop, run: LabRun) -> None:
+        self._plain, self._asked, self._images = plain, plain.asked, plain.images
+        self._precision = str(run.options["precision"])
+        self._own_order = run.options["reader"] in OWN_ORDER
+        self._kept: dict[int, int] = {}
+        self._stopped: Mapping[str, Tensor] = {}
 
+    def draw(self) -> Shown:
+        """The number of the first timed epoch; of some steps, and the first image of the part that
+        is to be kept. Raises Closed: they are known already."""
+        if self._kept:
+            raise Closed("the process asked for its epochs twice")
+        chance, steps = random.SystemRandom(), self._images.steps
+        numbers = range(steps, steps * self._asked.epochs)
+        most = max(1, self._asked.batch_size - PART + 1)
+        chosen = sorted(chance.sample(numbers, min(KEPT, len(numbers))))
+        self._kept = {number: chance.randrange(most) for number in chosen}
+        return {}, {"first": self._asked.first, "kept": [*self._kept.items()]}
 
-def _measure(seen: Seen, asked: Asked, images: Images, folder: Path | None) -> dict[str, Errors]:
-    batches = [(i, step.tolist()) for i, steps in enumerate(seen.delivered) for step in steps]
-    scales = _scales(seen)
-    facts = f"{asked} {hashlib.sha256(f'{batches} {scales}'.encode()).hexdigest()}"
+    def take(self, proof: Mapping[str, Tensor]) -> None:
+        self._stopped = proof
 
-    def plain(precision: str, layout: torch.memory_format) -> Trained:
-        name = hashlib.sha256(f"{facts} {precision} {layout}".encode()).hexdigest()
-        path = folder and folder / f"plain_{name[:16]}.pt"
-        if path and path.exists():
-            return Trained(**torch.load(path, weights_only=True))
-        trained = reference.train(asked, images, batches, scales, precision, layout)
-        if path:
-            with results.atomic_path(path) as temporary:
-                torch.save(vars(trained), temporary)
-        return trained
+    def judge(self, ask: Callable[..., Message], run: LabRun) -> None:
+        set_arithmetic("fp32")
+        torch.backends.cudnn.benchmark = False  # a search would take longer than these steps
+        course, measures = Course(self._stopped, ask()), dict[str, Errors]()
+        failures = self._other_order(course.delivered) or self._other_images(course)
+        moves = [moves for _, moves in course.scales]
+        if moves.count(False) > MOST_SKIPPED or not any(moves):
+            failures.append(f"{moves.count(False)} of {len(moves)} steps moved no weight")
+        if not failures:
+            measures = self._measure(course)
+            failures = [
+                f"{name} is off by {error:.1e}, {allowed:.1e} allowed"
+                for name, (error, allowed) in measures.items()
+                if not error <= allowed
+            ]
+        ordered = sorted(measures, key=lambda name: _share(measures[name]))
+        shown = dict.fromkeys([*[*measures][:1], *ordered[-SHOWN:]])  # the loss is the first
+        run.gate = Parity(
+            status="fail" if failures else "pass",
+            failures=failures,
+            batch_size=self._asked.batch_size,
+            reference="PNG files by PIL and a plain loop in fp32",
+            measures={
+                name: {"error": _finite(measures[name][0]), "allowed": measures[name][1]}
+                for name in shown
+            },
+        )
 
-    first = reference.network(asked, images.classes)
-    moved = {
-        name: seen.weights[name] - weight.detach() for name, weight in first.named_parameters()
-    }
-    found = Trained(torch.stack(seen.losses).float().cpu(), moved)
-    truth = plain("fp32", LAYOUTS[0])
-    measures = _compare(found, truth, [], asked.precision)
-    if any(_share(one) > 1 for one in measures.values()):
-        others = [plain(asked.precision, layout) for layout in LAYOUTS]
-        measures = _compare(found, truth, others, asked.precision)
-    return measures
+    def _other_order(self, delivered: list[list[Tensor]]) -> list[str]:
+        """Each epoch's images against its order: the same, one after the other, or for a loader in
+        OWN_ORDER each at most once."""
+        failures, batch_size = [], self._asked.batch_size
+        if len(delivered) != self._asked.epochs:
+            return [f"{len(delivered)} epochs for {self._asked.epochs}"]
+        for epoch, (number, steps) in enumerate(zip(self._asked.numbers, delivered, strict=True)):
+            if wrong := sum(len(indices) != batch_size for indices in steps):
+                failures.append(f"epoch {epoch}: {wrong} batches have another size")
+            found = torch.cat([torch.empty(0, dtype=torch.long), *steps])
+            if twice := len(found) - len(found.unique()):
+                failures.append(f"epoch {epoch}: {twice} images come twice")
+            order = self._images.drawn(number)[0]
+            wanted = order[: self._images.steps * batch_size]
+            if len(found) != len(wanted):
+                failures.append(f"epoch {epoch}: {len(found):,} images for {len(wanted):,}")
+            elif self._own_order and not torch.isin(found, order).all():
+                failures.append(f"epoch {epoch}: images that there are not")
+            elif not self._own_order and not torch.equal(found, wanted):
+                failures.append(f"epoch {epoch}: the images come in another order")
+        return failures
+
+    def _other_images(self, course: Course) -> list[str]:
+        """The parts that were asked for. Raises Closed: one is missing."""
+        failures = []
+        for step, start in self._kept.items():
+            epoch, place = divmod(step, self._images.steps)
+            indices = course.delivered[epoch][place][start : start + PART].tolist()
+            inputs, labels = self._images.batch(self._asked.numbers[epoch], indices)
+            with expected():
+                own = (course.tensors[f"inputs {step}"].view_as(inputs) - inputs).abs()
+                others = course.tensors[f"labels {step}"].view_as(labels) != labels
+            where = f"step {step + 1}: {{}} of {len(labels)} {{}} of a batch are others"
+            if wrong := int((~(own.flatten(1).amax(1) <= INPUT_ROUNDING)).sum()):
+                failures.append(where.format(wrong, "inputs"))
+            if wrong := int(others.sum()):
+                failures.append(where.format(wrong, "labels"))
+        return failures
+
+    def _measure(self, course: Course) -> dict[str, Errors]:
+        first, moved = reference.network(self._asked, self._images.classes), dict[str, Tensor]()
+        later = dict[str, Errors]()
+        with expected():
+            for (name, weight), norm in zip(first.named_parameters(), course.norms, strict=True):
+                last = course.tensors[f"weight {name}"].view_as(weight)
+                moved[name] = last - weight.detach()
+                change = abs(float(last.double().norm() / norm) - 1)
+                later[f"the size of {name} when the clock stopped"] = change, SIZE_ROUNDING
+        found = Trained(course.losses, moved)
+        truth = self._plain.train(course, "fp32", LAYOUTS[0])
+        measures = _compare(found, truth, [], self._precision)
+        if any(_share(one) > 1 for one in measures.values()):
+            others = [self._plain.train(course, self._precision, layout) for layout in LAYOUTS]
+            measures = _compare(found, truth, others, self._precision)
+        return measures | later
 
 
 def _compare(

@@ -4,7 +4,6 @@ The loop can go no faster than the slowest: the model, or all workers together.
 """
 
 import itertools
-import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -89,11 +88,6 @@ def model_rate(loop: Loop) -> float:
             _wait(loop.device)  # the loop runs ahead of a GPU
     _wait(loop.device)
     return count * loop.order.batch_size / (time.perf_counter() - start)
-
-
-def workers_needed(model_per_s: float, worker_per_s: float) -> int:
-    """So many that the model does not wait, if each has a core."""
-    return math.ceil(model_per_s / worker_per_s)
 
 
 def _per_second(work: Callable[..., object], items: Iterable[object]) -> float:

@@ -8,8 +8,9 @@ time: the order of the images, their crops, MEAN and STD, the network, Adam and 
 import functools
 import itertools
 import json
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -33,13 +34,19 @@ class Asked:
     device: torch.device
     model: str = "cnn"
     """Or resnet50."""
-    precision: str = "fp32"
     batch_size: int = 64
     steps: int | None = None
     """The most of an epoch; None for all whole batches."""
     epochs: int = 1
-    """With the warm-up's."""
+    """With the warm-up's, whose number is 0."""
     seed: int = 42
+    first: int = field(default_factory=lambda: random.SystemRandom().randrange(1, 2**40))
+    """The number of the first timed epoch; the others follow it."""
+
+    @property
+    def numbers(self) -> list[int]:
+        """The epochs'."""
+        return [0, *range(self.first, self.first + self.epochs - 1)]
 
 
 @dataclass(frozen=True)

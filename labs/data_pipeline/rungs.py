@@ -11,7 +11,6 @@ from labs.data_pipeline.loop import Settings
 from workshop import errors
 from workshop.errors import NotOnThisMachine
 from workshop.labs import LabRow
-from workshop.run import timing
 from workshop.run.trainer import missing_for_compile
 
 ALL_WORKERS = -1
@@ -121,10 +120,3 @@ def check(name: str, device: torch.device, workers: int) -> None:
 def place(row: LabRow) -> int:
     """In the ladder."""
     return [*BY_NAME].index(row.first.variant)
-
-
-def median(row: LabRow, metric: str) -> float | None:
-    """Of the row's processes; None where it has no time."""
-    found = [run.metrics.get(metric) for run in row.runs if row.times]
-    values = [value for value in found if isinstance(value, (int, float))]
-    return timing.median(values) if values else None

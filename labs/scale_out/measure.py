@@ -286,7 +286,7 @@ def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iter
     for case in [*left]:
         if reason := missing(case.training, study.device):
             left.remove(case)
-            yield _skipped(study, case, reason)
+            yield _plan(study, case, 0).skipped(reason)
     for repeat in range(arguments.repeats):
         if arguments.collectives:
             yield from studies.in_turns([_plan_collectives(study, n) for n in sizes], 1)
@@ -313,14 +313,6 @@ def missing(training: Training, device: torch.device) -> str:
         return str(error)
     version = versions.missing(versions.get_version(training.version))
     return version or strategies.missing(training.strategy, device, training.graph) or ""
-
-
-def _skipped(study: Study, case: Case, reason: str) -> LabRun:
-    plan = _plan(study, case, 0)
-    (run,) = plan.planned
-    run.status, run.error = "skipped", reason
-    records.add(run, plan.folder)
-    return run
 
 
 def _variant(study: Study, case: Case) -> str:

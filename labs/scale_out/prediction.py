@@ -135,7 +135,7 @@ def step_ms(
 def model_of(row: LabRow) -> Model | None:
     """The model of a row of one process; None without its phases, or for another strategy."""
     run, step = row.first, row.step_ms
-    parts = [scaling.metric(row, f"{name}_ms") for name in ("forward", "backward", "optimizer")]
+    parts = [row.metric(f"{name}_ms") for name in ("forward", "backward", "optimizer")]
     strategy = str(run.options.get("strategy"))
     if strategy not in STRATEGIES or step is None or None in parts:
         return None

@@ -124,8 +124,8 @@ def cells(row: LabRow, rows: Sequence[LabRow]) -> list[str]:
         number(row.step_ms, ",.2f"),
         in_percent(found) if found else "-",
         number(memory / 1e3 if memory else None, ",.1f"),
-        number(metric(row, "communication_share"), ".0%"),
-        number(metric(row, "hidden_share"), ".0%"),
+        number(row.metric("communication_share"), ".0%"),
+        number(row.metric("hidden_share"), ".0%"),
         number(_middle(run.setup_s.get("compile") for run in row.runs if row.times), ".1f"),
         lab_table.verdict(row),
     ]
@@ -136,11 +136,6 @@ def in_percent(ratio: Ratio) -> str:
         return f"{ratio.value:.1%} (one run)"
     low, high = (f"{100 * bound:.1f}" for bound in ratio.interval)
     return f"{ratio.value:.1%} [{low}, {high}]"
-
-
-def metric(row: LabRow, name: str) -> float | None:
-    """The median of the row's groups; None for a row without times."""
-    return _middle(run.metrics.get(name) for run in row.runs) if row.times else None
 
 
 def _middle(found: Iterable[object]) -> float | None:

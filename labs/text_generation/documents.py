@@ -7,14 +7,13 @@ from itertools import groupby
 from pathlib import Path
 
 from labs.text_generation.export import RECORD
-from labs.text_generation.measure_engines import compile_s, ladder, metric
+from labs.text_generation.measure_engines import compile_s, ladder
 from labs.text_generation.request import LAB
 from workshop import labs, results
 from workshop.compare import lab_table
 from workshop.compare.markdown import escape, table
 from workshop.compare.tables import number
 from workshop.labs import LabRow, LabRun
-from workshop.versions import ROOT
 
 README = Path(__file__).with_name("README.md")
 COMMAND = "python measure_engines.py --jobs 9"
@@ -26,16 +25,11 @@ _HEADER = ("", "ms a token", "floor", "over `hf`", "first token, ms", "TFLOP/s u
            "compiled, s", "verdict")  # fmt: skip
 
 
-def parts(runs: Iterable[LabRun], reference: Path) -> dict[Path, dict[str, str]]:
-    """What goes between the markers of the lab's README, of the runs of any labs and the pictures
-    below `reference`."""
+def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
+    """What goes between the markers of the lab's README, of the runs of any labs."""
     groups = labs.newest(run for run in runs if run.lab == LAB and run.baseline)
-    pictures = [
-        f"![Time of a token by engine, and its floor](../../{path.relative_to(ROOT).as_posix()})"
-        for path in sorted(reference.glob(f"*/{LAB}/engines.png"))
-    ]
-    blocks = [*pictures, *map(_block, map(ladder, groups))]
-    return {README: {"engines": "\n\n".join(blocks) or lab_table.not_measured(COMMAND)}}
+    blocks = "\n\n".join(map(_block, map(ladder, groups)))
+    return {README: {"engines": blocks or lab_table.not_measured(COMMAND)}}
 
 
 def _block(rows: Sequence[LabRow]) -> str:
@@ -48,9 +42,9 @@ def _block(rows: Sequence[LabRow]) -> str:
 def _table(rows: Sequence[LabRow]) -> str:
     lines = [
         [escape(row.first.variant), number(row.step_ms, ",.3f"),
-         number(metric(row, "floor_ms"), ",.3f"), escape(lab_table.speedup_text(row)),
-         number(metric(row, "first_token_ms"), ",.2f"),
-         number(metric(row, "prefill_tflops"), ",.3g"), number(compile_s(row), ",.0f"),
+         number(row.metric("floor_ms"), ",.3f"), escape(lab_table.speedup_text(row)),
+         number(row.metric("first_token_ms"), ",.2f"),
+         number(row.metric("prefill_tflops"), ",.3g"), number(compile_s(row), ",.0f"),
          lab_table.verdict(row)]
         for row in rows
     ]  # fmt: skip

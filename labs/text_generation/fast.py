@@ -15,7 +15,6 @@ What a layer is made of is in plain_ops.py, in plain PyTorch, and for a GPU in t
 letters of shapes are in plain_ops.py.
 """
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from torch import Tensor
 from labs.text_generation import plain_ops
 from labs.text_generation.engines import Answer, OnTokens, draw, uniforms
 from labs.text_generation.plain_ops import Weight
+from workshop import results
 from workshop.errors import WorkshopError, require
 from workshop.run.timing import StepClock
 
@@ -77,15 +77,6 @@ class Config:
 
 
 # --- The model and its loop -----------------------------------------------------------------------
-
-
-def operations(kernels: bool) -> ModuleType:
-    if not kernels:
-        return plain_ops
-    require("triton")
-    from labs.text_generation import triton_ops
-
-    return triton_ops
 
 
 def padding_mask(pads: Tensor, length: int) -> Tensor:
@@ -157,33 +148,39 @@ class Session:
 
 
 class FastLlama:
-    """A Llama for generation.
+    """A Llama for generation, from a folder that Hugging Face's `save_pretrained` wrote. It is read
+    one tensor at a time, straight into the fused ones on the device.
 
     Args:
-        read: a weight, by its name and the shape that it must have.
         kernels: whether Triton's kernels are used. By default they are on a GPU.
         captured: whether a step is a graph. By default it is on a GPU.
 
     Raises:
         NotOnThisMachine: the kernels are wanted, and Triton is missing.
+        WorkshopError: the folder holds no Llama, or one with parts that this loop does not have, or
+            a weight is missing or has another shape than config.json says.
     """
 
     compiled = False  # by torch.compile
 
     def __init__(
         self,
-        config: Config,
+        folder: Path,
         dtype: torch.dtype,
         device: torch.device | str,
-        read: Callable[[str, tuple[int, ...]], Tensor],
-        *,
         int8: bool = False,
         kernels: bool | None = None,
         captured: bool | None = None,
     ) -> None:
-        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.config = config = read_config(folder)
+        self.dtype, self.device, read = dtype, torch.device(device), Checkpoint(folder).read
         on_gpu = self.device.type == "cuda"
-        self.ops = operations(on_gpu if kernels is None else kernels)
+        self.ops: ModuleType = plain_ops
+        if on_gpu if kernels is None else kernels:
+            require("triton")
+            from labs.text_generation import triton_ops
+
+            self.ops = triton_ops
         self.captured = on_gpu if captured is None else captured
         self._session: Session | None = None
         self.frequencies = rope_frequencies(config).to(self.device)
@@ -230,28 +227,6 @@ class FastLlama:
         else:  # of an int8 model a step reads one row of the embedding, and the whole head
             prefix, _, last = (name if config.tied else "lm_head").rpartition(".")
             self.head = fused(width, f"{prefix}." if prefix else "", **{last: config.vocab})
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        folder: Path | str,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        int8: bool = False,
-        kernels: bool | None = None,
-        captured: bool | None = None,
-    ) -> "FastLlama":
-        """Reads a folder that Hugging Face's `save_pretrained` wrote, one tensor at a time,
-        straight into the fused ones on the device.
-
-        Raises:
-            WorkshopError: the folder holds no Llama, or one with parts that this loop does not
-                have, or a weight is missing or has another shape than config.json says.
-        """
-        folder = Path(folder)
-        config = read_config(folder)
-        read = Checkpoint(folder).read
-        return cls(config, dtype, device, read, int8=int8, kernels=kernels, captured=captured)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
@@ -394,18 +369,6 @@ def rope_frequencies(config: Config) -> Tensor:
     return frequencies * (kept + (1 - kept) / rope["factor"])
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise WorkshopError(f"{path} is missing: name a folder with a model") from None
-    except (OSError, ValueError) as error:
-        raise WorkshopError(f"{path} can't be read: {error}") from None
-    if not isinstance(found, dict):
-        raise WorkshopError(f"{path} holds no object: name a folder with a model")
-    return found
-
-
 def read_rope(raw: dict[str, Any]) -> dict[str, Any]:
     """The rope's parameters in a config.json, completed as Hugging Face does. Older files have
     rope_theta beside rope_scaling, and its kind under "type"."""
@@ -419,7 +382,7 @@ def read_rope(raw: dict[str, Any]) -> dict[str, Any]:
 
 def read_config(folder: Path) -> Config:
     """Raises WorkshopError for a model with parts that this loop does not have."""
-    raw = read_json(folder / "config.json")
+    raw = results.read_json(folder / "config.json")
     rope = read_rope(raw)
     for part, found, known in (
         ("model_type", raw.get("model_type"), ("llama",)),
@@ -442,7 +405,7 @@ def read_config(folder: Path) -> Config:
                 f"{rope.get(name)!r}: expected a number"
             )
     path = folder / "generation_config.json"
-    ends = {**raw, **(read_json(path) if path.exists() else {})}
+    ends = {**raw, **(results.read_json(path) if path.exists() else {})}
     eos = ends.get("eos_token_id")
     eos = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
     pad = ends.get("pad_token_id")
@@ -477,7 +440,7 @@ class Checkpoint:
         index = folder / "model.safetensors.index.json"
         names = {"model.safetensors"}
         if index.exists():
-            names = set(read_json(index).get("weight_map", {}).values())
+            names = set(results.read_json(index).get("weight_map", {}).values())
         self.files: dict[str, Any] = {}
         for name in sorted(names):
             try:

@@ -6,13 +6,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from labs.text_generation import models, prompts, proof, request
 from labs.text_generation.engines import Answer, Engine, OnTokens
@@ -67,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     set_arithmetic(precision.name)
     with contextlib.ExitStack() as stack:
         if rank:  # the others compute, and the first one prints and writes
-            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(_nowhere())))
+            nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
             arguments.output_file = None
             arguments.output_dir, arguments.candidate = None, False
         stack.callback(_leave_group)
@@ -78,10 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _nowhere() -> Any:
-    return Path(os.devnull).open("w", encoding="utf-8")
 
 
 def _too_large(asked: str) -> OutOfMemory:
@@ -135,7 +133,11 @@ def prepare(
     for package in ("transformers", "deepspeed", "vllm"):
         if module := sys.modules.get(package):
             record.software[package] = module.__version__
-    turn = Turn(arguments.candidate)
+    check = proof.Check(
+        loaded, precision, batches, arguments.num_tokens, greedy=not arguments.temperature,
+        plain_loop=arguments.engine == "hf" and not _has_its_own(arguments),
+    )  # fmt: skip
+    turn = Turn(arguments.candidate, check if arguments.output_dir else None)
     return Run(arguments, precision, loaded, engine, texts, batches, record, turn)
 
 
@@ -148,7 +150,7 @@ def _has_its_own(arguments: argparse.Namespace) -> bool:
 
 
 def generate(ready: Run) -> int:
-    """Generates all batches, proves the first, writes and prints; the exit status."""
+    """Generates all batches, writes and prints; the exit status."""
     arguments, loaded, record = ready.arguments, ready.loaded, ready.record
     _warm_up(ready)
     ready.turn.wait()
@@ -157,7 +159,7 @@ def generate(ready: Run) -> int:
     try:
         for batch in _shown(ready):
             with _streamer(ready, batch) as on_tokens:
-                ready.turn.begin()
+                _give(batch, ready.turn.begin().tensors, loaded.device)
                 answer = ready.engine.generate(
                     batch.ids,
                     batch.mask,
@@ -166,21 +168,32 @@ def generate(ready: Run) -> int:
                     arguments.seed + batch.first,
                     on_tokens,
                 )
-                ready.turn.end([s * 1e3 for s in (answer.first_s, *answer.step_s)])
-            _take(ready, batch, answer)
+                times = [s * 1e3 for s in (answer.first_s, *answer.step_s)]
+                ready.turn.end(times, {"tokens": answer.tokens})
+            ready.answers.append(answer)
+            if not ready.turn.judged:  # whose prompts are no texts
+                _take(ready, batch, answer)
     except KeyboardInterrupt:
         record.status = "interrupted"
     if not ready.answers:
         raise KeyboardInterrupt
-    found: dict[str, float] = {}
     peak = torch.cuda.max_memory_allocated(loaded.device) if loaded.device.type == "cuda" else 0
     if record.status != "interrupted":
-        plain = arguments.engine == "hf" and not _has_its_own(arguments)
-        record.gate, found = proof.of_tokens(
-            loaded, ready.precision, _greedy(ready), plain_loop=plain
-        )
-    _measure(ready, found, peak)
+        again = _greedy(ready) if arguments.temperature else {}
+        ready.turn.answer(lambda batch: ({"tokens": again[batch]}, {}), record)
+    _measure(ready, peak)
     return _finish(ready)
+
+
+def _give(batch: Batch, given: Mapping[str, Tensor], device: torch.device) -> None:
+    """Writes the prompts that the first process was given over the batch's own, in all processes
+    that share the model. The memory stays the same: an engine that knows prompts by it is wrong."""
+    for name, own in (("ids", batch.ids), ("mask", batch.mask)):
+        there = given.get(name, own)
+        if request.processes() > 1:
+            there = there.to(device)
+            dist.broadcast(there, 0)
+        own.copy_(there)
 
 
 def _shown(ready: Run) -> Iterable[Batch]:
@@ -203,9 +216,9 @@ def _warm_up(ready: Run) -> None:
     count = 2 if arguments.engine == "hf" else arguments.num_tokens
     timed = batch.ids.clone()
     for row, real in zip(batch.ids, batch.mask.bool(), strict=True):
-        tokens = row[real]
-        row[real] = torch.cat([tokens[:1], tokens[1:].roll(1)])
+        row[real] = torch.cat([row[real][:1], row[real][1:].roll(1)])
     with models.deepspeeds_errors(arguments):
+        _give(batch, {}, ready.loaded.device)
         ready.engine.generate(batch.ids, batch.mask, count)
     batch.ids.copy_(timed)
     ready.record.setup_s = {
@@ -215,15 +228,14 @@ def _warm_up(ready: Run) -> None:
     }
 
 
-def _greedy(ready: Run) -> list[tuple[Batch, list[list[int]]]]:
-    """Batches with tokens that were chosen greedily: the timed ones, first and last; where those
-    were drawn the first once more, after all others."""
-    first, arguments = ready.batches[0], ready.arguments
-    if arguments.temperature:
-        answer = ready.engine.generate(first.ids, first.mask, arguments.num_tokens)
-        return [(first, _tokens(ready, answer))]
-    ends = sorted({0, len(ready.batches) - 1})
-    return [(ready.batches[i], _tokens(ready, ready.answers[i])) for i in ends]
+def _greedy(ready: Run) -> dict[int, Tensor]:
+    """Tokens (B, n) of the first batch and the last, chosen greedily, where the timed ones were
+    drawn. All processes that share the model take part."""
+    found, batches = dict[int, Tensor](), ready.batches
+    for i in sorted({0, len(batches) - 1}):
+        answer = ready.engine.generate(batches[i].ids, batches[i].mask, ready.arguments.num_tokens)
+        found[i] = answer.tokens
+    return found
 
 
 def _tokens(ready: Run, answer: Answer) -> list[list[int]]:
@@ -246,7 +258,6 @@ def _streamer(ready: Run, batch: Batch) -> Iterator[OnTokens | None]:
 def _take(ready: Run, batch: Batch, answer: Answer) -> None:
     """Decodes a batch and writes all that are done: what is interrupted later stays."""
     tokens, decode = _tokens(ready, answer), ready.loaded.tokenizer.decode
-    ready.answers.append(answer)
     ms = {"first_token_ms": answer.first_s * 1e3}
     if answer.step_s:
         ms["token_ms"] = median(answer.step_s) * 1e3
@@ -280,7 +291,7 @@ def _beside(path: Path) -> Path:
 # --- what it cost --------------------------------------------------------------------------------
 
 
-def _measure(ready: Run, found: dict[str, float], peak: int) -> None:
+def _measure(ready: Run, peak: int) -> None:
     """Fills in the record. Of the batches those of full size count."""
     record, loaded = ready.record, ready.loaded
     batches = [one for one in ready.batches if len(one.rows) == record.units_per_step]
@@ -297,7 +308,6 @@ def _measure(ready: Run, found: dict[str, float], peak: int) -> None:
         "written_tokens_per_s": count / sum(seconds),
         "load_s": loaded.load.seconds,
         "load_peak_mb": loaded.load.peak_mb,
-        "tokens_as_hugging_face": found.get("as_hugging_face"),
     }
     record.memory_mb = {"weights": loaded.weights_bytes() / memory.MB}
     if peak:
@@ -308,9 +318,9 @@ def _measure(ready: Run, found: dict[str, float], peak: int) -> None:
     read = own_count() if own_count else models.bytes_read(loaded.model)
     weights = sum(parameter.numel() for parameter in loaded.model.parameters())
     record.flops_per_step = 2.0 * weights * record.units_per_step
-    if "kv_bytes" not in found:
+    if record.status == "interrupted":
         return
-    each = record.units_per_step * found["kv_bytes"]
+    each = record.units_per_step * models.cache_bytes(loaded)
     lengths = [(batch.ids.shape[1], 1 + len(answer.step_s)) for answer, batch in pairs]
     record.memory_mb["kv_cache"] = each * max(map(sum, lengths)) / memory.MB
     cache = each * sum(prompt + new / 2 for prompt, new in lengths) / len(lengths)

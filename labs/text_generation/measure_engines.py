@@ -4,12 +4,13 @@
     python measure_engines.py --engines hf fast --batch-sizes 1 --repeats 1
 
 On a GPU it has 1.04 billion weights, on a CPU 3 million. Each run is a process of its own; their
-order alternates. The picture has the time of a token, and as a line the least that its bytes allow.
-Long prompts, at the largest batch size, show how fast the pass over them is. The prompts of a batch
-have different lengths.
+order alternates. Long prompts, at the largest batch size, show how fast the pass over them is. The
+prompts of a batch have different lengths.
 """
 
 import argparse
+import contextlib
+import functools
 import itertools
 import random
 import re
@@ -30,16 +31,18 @@ if __name__ == "__main__":
 
 import torch
 
-from labs.text_generation import export, request
+from labs.text_generation import export, models, prompts, proof, request
+from labs.text_generation.models import Loaded
 from workshop import errors, labs, records, results
 from workshop.arguments import count, parse
 from workshop.compare import lab_table, tables
 from workshop.compare.tables import Line, Table, number
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge import studies
+from workshop.judge.pipe import Closed
 from workshop.labs import LabRow, LabRun
 from workshop.run import hardware, lab_record, timing
-from workshop.run.precision import get_precision
+from workshop.run.precision import get_precision, set_arithmetic
 from workshop.run.torchvision import make_importable
 
 PROGRAM = Path(__file__).with_name("lm_gen.py")
@@ -148,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    errors.require("rich", "matplotlib", *export.PACKAGES)
+    errors.require("rich", *export.PACKAGES)
     device = hardware.get_device(arguments.device)
     _check(arguments, device)
     folder = results.prepare_folder(arguments.output_dir)
@@ -166,7 +169,7 @@ def measure(arguments: argparse.Namespace) -> int:
             if not runs:
                 raise
             interrupted = True
-    status = _show(runs, folder, _tokens(*shapes[0][1:]))
+    status = _show(runs, folder)
     if interrupted:
         print("interrupted: the table holds what was completed", file=sys.stderr)
         return errors.INTERRUPTED
@@ -201,7 +204,7 @@ def _runs(
     for which in [*left]:
         if reason := _missing(which[1][0]):
             left.remove(which)
-            yield _skipped(study, *which, reason)
+            yield _plan(study, *which).skipped(reason)
     for repeat in range(arguments.repeats):
         ordered = left[:: 1 - 2 * (repeat % 2)]
         alone = [which for which in ordered if _prepares_alone(which[1], repeat)]
@@ -229,14 +232,6 @@ def _missing(engine: str) -> str:
     except NotOnThisMachine as error:
         return str(error)
     return ""
-
-
-def _skipped(study: Study, shape: Shape, kind: Kind, reason: str) -> LabRun:
-    plan = _plan(study, shape, kind)
-    (run,) = plan.planned
-    run.status, run.error = "skipped", reason
-    records.add(run, plan.folder)
-    return run
 
 
 def make_model(
@@ -270,48 +265,57 @@ def make_model(
     return path
 
 
-def make_prompts(batch: int, size: int) -> list[str]:
+@functools.cache
+def _reference(model: Path, device: torch.device, int8: bool) -> Loaded:
+    """Hugging Face's model; in int8 with the weights that the fast engine has then."""
+    flags = ["--model_path", str(model), "--engine", "fast", *["--load_in_8bit"] * int8]
+    arguments, precision = request.build_parser().parse_args(flags), get_precision("auto", device)
+    models.prepare_packages(arguments)
+    set_arithmetic(precision.name)
+    return models.load(arguments, device, precision, contextlib.ExitStack())
+
+
+def make_prompts(batch: int, size: int, draw: random.Random) -> list[str]:
     """Prompts of random letters, a token each. The first has `size`, the others ever fewer, down
     to half of it: padding is in the batch, as in a service's."""
-    draw = random.Random(batch)
     lengths = (size - i * size // (2 * batch) for i in range(batch))
     return ["".join(draw.choices(string.ascii_letters, k=length)) for length in lengths]
 
 
 def _plan(study: Study, shape: Shape, kind: Kind) -> studies.Plan:
     (batch, size, new), (engine, processes), model = shape, kind, study.model
-    prompts = model.parent / f"prompts_{batch}_{size}.txt"
-    prompts.write_text("\n".join(make_prompts(batch, size)), encoding="utf-8")
-    precision = get_precision("auto", study.device).name
-    variant, first = (f"{precision}, {name}" for name in (engine, next(iter(ENGINES))))
+    path = model.parent / f"prompts_{batch}_{size}.txt"  # of these lengths
+    path.write_text("\n".join(make_prompts(batch, size, random.Random(0))), encoding="utf-8")
+    precision = get_precision("auto", study.device)
+    variant, first = (f"{precision.name}, {name}" for name in (engine, next(iter(ENGINES))))
     flags = {
-        "--model_path": model, "--input_file": prompts, "--batch_size": batch,
-        "--num_tokens": new, "--device": study.device.type,
-        "--output_file": model.parent / f"{results.new_session()}.txt",
-        "--copy-gbs": study.copy_gbs,
+        "--model_path": model, "--input_file": path, "--batch_size": batch,
+        "--num_tokens": new, "--device": study.device.type, "--copy-gbs": study.copy_gbs,
     }  # fmt: skip
     command = [str(PROGRAM), *ENGINES[engine], *(str(x) for pair in flags.items() for x in pair)]
     planned = lab_record.begin(
-        study.device, precision, study.session, request.HIDDEN, command,
+        study.device, precision.name, study.session, request.HIDDEN, command,
         lab=request.LAB,
-        subject=f"{model.name}, batch {batch}, {_tokens(size, new)}",
+        subject=f"{model.name}, batch {batch}, {size} + {new} tokens",
         variant=variant + f", {processes} processes" * (processes > 1),
         unit="tokens", units_per_step=batch, baseline=first,
     )  # fmt: skip
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return studies.Plan([*launcher, *command], [planned], study.folder, _after_the_first)
+    loaded = _reference(model, study.device, "--load_in_8bit" in ENGINES[engine])
+    rows = prompts.encode(make_prompts(batch, size, random.SystemRandom()), loaded, new)
+    check = proof.Check(
+        loaded, precision, prompts.batches(rows, batch, loaded.pad), new, plain_loop=engine == "hf"
+    )
 
+    def take_times(run: LabRun, spans: studies.Spans) -> None:
+        (times,) = spans
+        if len(times) != new:
+            raise Closed(f"the process told {len(times)} times of {new} tokens")
+        run.step_ms = times[1:]  # before them lies the pass over the prompts
 
-def _after_the_first(run: LabRun, spans: studies.Spans) -> None:
-    """Takes the tokens after each batch's first one, whose time is the prompts'."""
-    run.step_ms = [ms for span in spans for ms in span[1:]]
-
-
-def _tokens(prompt: int, new: int) -> str:
-    """As a subject has them."""
-    return f"{prompt} + {new} tokens"
+    return studies.Plan([*launcher, *command], [planned], study.folder, take_times, check)
 
 
 def _outcome(run: LabRun) -> str:
@@ -320,18 +324,17 @@ def _outcome(run: LabRun) -> str:
     return f"{timing.median(run.step_ms):.3f} ms a token; gate {run.gate.status}"
 
 
-def _show(runs: list[LabRun], folder: Path, drawn: str) -> int:
-    """The tables, and the picture of the rows whose subject ends so; the exit status."""
+def _show(runs: list[LabRun], folder: Path) -> int:
+    """Prints and writes the tables; the exit status."""
     groups = list(map(ladder, labs.newest(runs)))
     shown = [*lab_table.of_labs(groups).tables, *map(costs_table, groups)]
     tables.print_tables(shown)
-    rows = [row for group in groups for row in group]
-    draw([row for row in rows if row.first.subject.endswith(drawn)], folder / "engines.png")
     path = folder / "engines.md"
     results.write_text(path, tables.markdown(shown))
-    print(f"Written: {path}, {path.with_suffix('.png')}")
-    print(f"Result file: {records.path_in(folder, runs[0].session)}")
-    return errors.ANSWER_IS_NO if any(row.failed for row in rows) else errors.DONE
+    print(f"Written: {path}\nResult file: {records.path_in(folder, runs[0].session)}")
+    return (
+        errors.ANSWER_IS_NO if any(row.failed for group in groups for row in group) else errors.DONE
+    )
 
 
 def ladder(rows: Sequence[LabRow]) -> list[LabRow]:
@@ -349,10 +352,10 @@ def ladder(rows: Sequence[LabRow]) -> list[LabRow]:
 def costs_table(rows: Sequence[LabRow]) -> Table:
     """Times: of a token's bytes, of the pass over the prompts, and of compiling."""
     lines = [
-        Line([row.label, number(floor := metric(row, "floor_ms"), ",.3f"),
+        Line([row.label, number(floor := row.metric("floor_ms"), ",.3f"),
               number(row.step_ms / floor if floor and row.step_ms else None, ",.2f"),
-              number(metric(row, "first_token_ms"), ",.2f"),
-              number(metric(row, "prefill_tflops"), ",.3g"), number(compile_s(row), ",.1f")])
+              number(row.metric("first_token_ms"), ",.2f"),
+              number(row.metric("prefill_tflops"), ",.3g"), number(compile_s(row), ",.1f")])
         for row in rows
         if row.times
     ]  # fmt: skip
@@ -365,50 +368,9 @@ def costs_table(rows: Sequence[LabRow]) -> Table:
     return Table("what a token's bytes take, and the prompts", header, lines, notes, continues=True)
 
 
-def metric(row: LabRow, name: str) -> float | None:
-    """The median of the row's processes; None for a row without times."""
-    found = [run.metrics.get(name) for run in row.runs] if row.times else []
-    values = [float(value) for value in found if isinstance(value, (int, float))]
-    return timing.median(values) if values else None
-
-
 def compile_s(row: LabRow) -> float | None:
     """Later processes find the compilers' caches filled."""
     return max(run.setup_s.get("compile", 0.0) for run in row.runs) or None
-
-
-def draw(rows: Sequence[LabRow], target: Path) -> None:
-    """The time of a token, a bar for each row that has one, which begins at its floor, a line. On
-    a logarithmic axis the bar's length is how many times the floor the token takes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shown = [(row, row.step_ms) for row in rows if row.step_ms]
-    figure, axes = plt.subplots(figsize=(11, 1.8 + 0.5 * len(shown)), layout="constrained")
-    floors = [metric(row, "floor_ms") or ms for row, ms in shown]
-    for place, ((_, ms), floor) in enumerate(zip(shown, floors, strict=True)):
-        axes.barh(place, ms - floor, left=floor, color="#0072B2")
-        axes.plot([floor, floor], [place - 0.45, place + 0.45], color="#D55E00", linewidth=3)
-        words = f"  {ms:.3g} ms, {ms / floor:.3g}x the line"
-        axes.text(max(ms, floor), place, words, va="center", fontsize=12)
-    labels = [f"batch {row.first.units_per_step}: {row.first.variant}" for row, _ in shown]
-    axes.set_yticks(range(len(shown)), labels, fontsize=12)
-    axes.invert_yaxis()
-    if shown:
-        axes.set_xscale("log")
-        axes.set_xlim(min(floors) / 1.5, max(ms for _, ms in shown) * 9)
-        axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel(
-        "ms a token, median; the line: its bytes at the memory's bandwidth", fontsize=12
-    )
-    title = ", ".join([labs.shared_subject(rows), rows[0].device] if rows else [])
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
-    axes.spines[["top", "right"]].set_visible(False)
-    with results.atomic_path(target) as path:
-        figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -199,12 +199,23 @@ def load(
             f"--model_path {folder}: {len(wrong)} weights have another shape than config.json "
             f"says, such as {wrong[0]}: they belong to different models"
         )
+    if arguments.load_in_8bit and arguments.engine == "fast":
+        _round_weights(model, dtype)
     places = getattr(model, "hf_device_map", {})
     spread = ", ".join(sorted({str(place) for place in places.values()}))
     return Loaded(
         folder.resolve().name, tokenizer, model.eval(), _entry(places, device), dtype,
         _ends(model, tokenizer), spread if "," in spread else "", took,
     )  # fmt: skip
+
+
+def _round_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Rounds the weights as our own loop does in int8, which is compared with this model."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            values, scale = fast.quantised(module.weight.detach())
+            rounded = matrix(Weight(values, scale[:, 0]), dtype)
+            module.weight = nn.Parameter(rounded, requires_grad=False)
 
 
 def _line(error: Exception) -> str:
@@ -246,7 +257,8 @@ def make_engine(arguments: argparse.Namespace, loaded: Loaded, longest: int) -> 
         longest: tokens of a prompt and its continuation.
     """
     if arguments.engine == "fast":
-        return _fast(arguments, loaded), "fast"
+        where = arguments.model_path, loaded.dtype, loaded.device
+        return fast.FastLlama(*where, arguments.load_in_8bit), "fast"
     if arguments.engine == "deepspeed":
         return _deepspeed(arguments, loaded, longest)
     if arguments.engine == "vllm":
@@ -273,20 +285,6 @@ def _compiles(arguments: argparse.Namespace, loaded: Loaded) -> bool:
     if missing and arguments.compile:
         raise NotOnThisMachine(f"--compile needs {missing}; install it")
     return wanted and not missing and not loaded.spread
-
-
-def _fast(arguments: argparse.Namespace, loaded: Loaded) -> Engine:
-    """Our own loop. In int8 it rounds the weights; Hugging Face's model, which it is compared with,
-    then gets the rounded ones."""
-    if arguments.load_in_8bit:
-        for module in loaded.model.modules():
-            if isinstance(module, nn.Linear):
-                values, scale = fast.quantised(module.weight.detach())
-                rounded = matrix(Weight(values, scale[:, 0]), loaded.dtype)
-                module.weight = nn.Parameter(rounded, requires_grad=False)
-    return fast.FastLlama.from_pretrained(
-        arguments.model_path, loaded.dtype, loaded.device, int8=arguments.load_in_8bit
-    )
 
 
 def _again(arguments: argparse.Namespace, loaded: Loaded) -> Any:
@@ -395,6 +393,15 @@ def bytes_read(model: nn.Module) -> int:
         if isinstance(module, nn.Embedding) and (head is None or module.weight is not head.weight):
             read = [tensor for tensor in read if tensor is not module.weight]
     return _bytes(read)
+
+
+def cache_bytes(loaded: Loaded) -> float:
+    """The KV cache's bytes for each token of a prompt."""
+    model: Any = loaded.model
+    ids = torch.zeros(1, 2, dtype=torch.long, device=loaded.device)
+    with torch.inference_mode():
+        cache = model(ids, use_cache=True).past_key_values
+    return _bytes(t for layer in cache.layers for t in (layer.keys, layer.values)) / ids.numel()
 
 
 def prefill_flops(model: nn.Module, lengths: Sequence[int]) -> float:

@@ -1,6 +1,7 @@
-"""What shows that an engine generates what the model says.
+"""The judge's side of a generation: does an engine say what the model says?
 
-The tokens that it chose greedily are given to Hugging Face's model again: each prompt alone,
+It hands out the prompts, each batch when its clock starts, and gets the new tokens when it stops.
+Those that were chosen greedily are given to Hugging Face's model again: each prompt alone,
 without padding, cache or compiler, in one pass. There each token must have the largest logit, or
 nearly so: rounding may decide between two that are nearly alike. How nearly is measured on Hugging
 Face's own loop, on the same batch at the same precision; that loop itself has a fixed limit.
@@ -10,13 +11,20 @@ weights in int8, it does not see.
 """
 
 import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from labs.text_generation.engines import HuggingFace
 from labs.text_generation.models import Loaded
 from labs.text_generation.prompts import Batch
+from workshop.judge import turn
+from workshop.judge.pipe import Closed, Message
+from workshop.judge.turn import Shown
+from workshop.judge.wire import expected
+from workshop.labs import LabRun
 from workshop.results import Parity
 from workshop.run.precision import Precision
 
@@ -34,19 +42,100 @@ MOST = 0.5
 """However much the loop misses by. Tokens of another prompt are at 1 and more."""
 
 
-def shortfall(loaded: Loaded, prompt: tuple[int, ...], new: list[int]) -> tuple[float, float]:
+class Check(turn.Check):
+    """Compares what an engine says with Hugging Face's model.
+
+    Args:
+        batches: the prompts, in the order in which they are handed out.
+        new_tokens: follow each prompt, unless it ends before.
+        greedy: whether the timed tokens are the likeliest; else others are asked for.
+        plain_loop: whether Hugging Face's own loop is the engine.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        precision: Precision,
+        batches: Iterable[Batch],
+        new_tokens: int,
+        *,
+        greedy: bool = True,
+        plain_loop: bool,
+    ) -> None:
+        self.loaded, self.left = loaded, iter(batches)
+        self._precision, self._new_tokens = precision, new_tokens
+        self._greedy, self._plain_loop = greedy, plain_loop
+        self._given: list[Batch] = []
+        self._taken: list[Mapping[str, Tensor]] = []
+
+    def draw(self) -> Shown:
+        """The next batch's `ids` and `mask`, int64 (B, T). Raises Closed: all are given."""
+        if (batch := next(self.left, None)) is None:
+            raise Closed("the process asked for more prompts than there are")
+        self._given.append(batch)
+        return {"ids": batch.ids, "mask": batch.mask}, {}
+
+    def take(self, proof: Mapping[str, Tensor]) -> None:
+        self._taken.append(proof)
+
+    def judge(self, ask: Callable[..., Message], run: LabRun) -> None:
+        """Fills in the gate, and the share of tokens that Hugging Face's loop takes too."""
+        with expected():
+            ends = sorted({0, len(self._given) - 1})
+            told = {i: self._taken[i] if self._greedy else ask(batch=i).tensors for i in ends}
+            chosen = [(self._given[i], self._rows(self._given[i], told[i])) for i in ends]
+        loaded, plain, reference = self.loaded, 0.0, "Hugging Face's model, each prompt alone"
+        config: Any = loaded.model.config
+        roundings = LOOP * math.sqrt(config.num_hidden_layers)
+        if not self._plain_loop:
+            loops = [(batch, _loop(loaded, batch, max(map(len, rows)))) for batch, rows in chosen]
+            plain, roundings = _worst(loaded, loops), FLOOR
+            reference += f"; its own loop is {plain:.1e} from it"
+            both = zip(chosen, loops, strict=True)
+            rows = [pair for (_, x), (_, y) in both for pair in zip(x, y, strict=True)]
+            same = [a == b for pair in rows for a, b in zip(*pair, strict=False)]
+            run.metrics["tokens_as_hugging_face"] = sum(same) / len(same)
+        error = _worst(loaded, chosen)
+        allowed = min(MOST, MOST_TIMES * plain + roundings * self._precision.unit_roundoff)
+        failed = not error <= allowed
+        failure = (
+            f"a token's logit is {error:.1e} standard deviations below the largest one of Hugging "
+            f"Face's model for that prompt alone, {allowed:.1e} allowed"
+        )
+        run.gate = Parity(
+            status="fail" if failed else "pass",
+            failures=[failure] * failed,
+            batch_size=sum(min(len(rows), MOST_PROMPTS) for _, rows in chosen),
+            seq_len=max(len(row) for _, rows in chosen for row in rows),
+            reference=reference,
+            measures={
+                "tokens": {"error": error if math.isfinite(error) else None, "allowed": allowed}
+            },
+        )
+
+    def _rows(self, batch: Batch, told: Mapping[str, Tensor]) -> list[list[int]]:
+        """Each prompt's new tokens up to its end, MOST_TOKENS at most. Raises ValueError: there are
+        too few, or others."""
+        model: Any = self.loaded.model
+        ends, words = self.loaded.ends, model.get_input_embeddings().num_embeddings
+        rows = [until_end(row, ends) for row in told["tokens"].long().tolist()]
+        whole = [row[-1] in ends or len(row) == self._new_tokens for row in rows]
+        known = all(0 <= token < words for row in rows for token in row)
+        if not (all(whole) and known and len(rows) == len(batch.rows)):
+            raise ValueError(f"no {self._new_tokens} tokens for each of {len(batch.rows)} prompts")
+        return [row[:MOST_TOKENS] for row in rows]
+
+
+def shortfall(loaded: Loaded, prompt: tuple[int, ...], new: list[int]) -> float:
     """By how much the logit of a new token is below the largest one: the most of all tokens, in
-    standard deviations of the token's logits. And the cache's bytes for each token."""
+    standard deviations of the token's logits."""
     model: Any = loaded.model
     ids = torch.tensor([[*prompt, *new]], device=loaded.device)
     with torch.inference_mode():
-        output = model(ids, use_cache=True)
-    logits = output.logits[0, len(prompt) - 1 : -1].double().cpu()
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].double().cpu()
     chosen = logits.gather(1, torch.tensor(new)[:, None])[:, 0]
     most = float(((logits.max(-1).values - chosen) / logits.std(-1)).max())
-    cache = [t for layer in output.past_key_values.layers for t in (layer.keys, layer.values)]
-    size = sum(tensor.numel() * tensor.element_size() for tensor in cache)
-    return most if math.isfinite(most) else math.inf, size / ids.shape[1]
+    return most if math.isfinite(most) else math.inf
 
 
 def until_end(tokens: list[int], ends: list[int]) -> list[int]:
@@ -59,59 +148,16 @@ Chosen = list[tuple[Batch, list[list[int]]]]
 """Batches, with the new tokens of each prompt up to its end."""
 
 
-def of_tokens(
-    loaded: Loaded, precision: Precision, chosen: Chosen, *, plain_loop: bool
-) -> tuple[Parity, dict[str, float]]:
-    """The verdict on what an engine chose greedily.
-
-    Args:
-        plain_loop: whether Hugging Face's own loop was the engine.
-
-    Returns:
-        the verdict; `kv_bytes`, the cache's bytes for each token of a prompt; `as_hugging_face`,
-        the share of tokens that its loop takes too.
-    """
-    chosen = [(batch, [row[:MOST_TOKENS] for row in rows]) for batch, rows in chosen]
-    error, kv_bytes = _worst(loaded, chosen)
-    plain, found = 0.0, {"kv_bytes": kv_bytes}
-    if not plain_loop:
-        loops = [(batch, _loop(loaded, batch, max(map(len, rows)))) for batch, rows in chosen]
-        plain, _ = _worst(loaded, loops)
-        both = zip(chosen, loops, strict=True)
-        rows = [pair for (_, x), (_, y) in both for pair in zip(x, y, strict=True)]
-        same = [a == b for pair in rows for a, b in zip(*pair, strict=False)]
-        found["as_hugging_face"] = sum(same) / len(same)
-    reference = "Hugging Face's model, each prompt alone"
-    if not plain_loop:
-        reference += f"; its own loop is {plain:.1e} from it"
-    config: Any = loaded.model.config
-    roundings = LOOP * math.sqrt(config.num_hidden_layers) if plain_loop else FLOOR
-    allowed = min(MOST, MOST_TIMES * plain + roundings * precision.unit_roundoff)
-    failed = not error <= allowed
-    failure = (
-        f"a token's logit is {error:.1e} standard deviations below the largest one of Hugging "
-        f"Face's model for that prompt alone, {allowed:.1e} allowed"
-    )
-    return Parity(
-        status="fail" if failed else "pass",
-        failures=[failure] * failed,
-        batch_size=sum(min(len(rows), MOST_PROMPTS) for _, rows in chosen),
-        seq_len=max(len(row) for _, rows in chosen for row in rows),
-        reference=reference,
-        measures={"tokens": {"error": error if math.isfinite(error) else None, "allowed": allowed}},
-    ), found
-
-
 def _loop(loaded: Loaded, batch: Batch, new_tokens: int) -> list[list[int]]:
     loop = HuggingFace(loaded.model, loaded.device, loaded.ends, loaded.pad)
     answer = loop.generate(batch.ids, batch.mask, new_tokens)
     return [until_end(row, loaded.ends) for row in answer.tokens.tolist()]
 
 
-def _worst(loaded: Loaded, chosen: Chosen) -> tuple[float, float]:
+def _worst(loaded: Loaded, chosen: Chosen) -> float:
     found = []
     for batch, tokens in chosen:
         # The shortest prompts are those with the most padding.
         order = sorted(range(len(tokens)), key=lambda i: len(batch.rows[i]))[:MOST_PROMPTS]
         found += [shortfall(loaded, batch.rows[i], tokens[i]) for i in order]
-    return max(error for error, _ in found), found[0][1]
+    return max(found)

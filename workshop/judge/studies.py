@@ -53,6 +53,13 @@ class Plan:
     check: Check | None = None
     """Compares the work with a reference. Without one the process's own gate counts."""
 
+    def skipped(self, reason: str) -> LabRun:
+        """The record of a process that can't run here, saved."""
+        (run,) = self.planned
+        run.status, run.error = "skipped", reason
+        records.add(run, self.folder)
+        return run
+
 
 class Candidate:
     """The process of a plan."""

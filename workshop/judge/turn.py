@@ -25,6 +25,7 @@ class Check(Protocol):
 
     def prove(self, ask: Callable[..., Message], run: LabRun) -> None:
         """Fills in the run's gate, for a lab that has one before the clock: as `judge`."""
+        return  # others inherit this
 
     def draw(self) -> Shown:
         """Draws what the process is given when the clock starts, each time it does: inputs that it

@@ -107,8 +107,8 @@ def expected() -> Iterator[None]:
     """Turns what goes wrong while an answer is read into Closed."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise Closed(f"the process answered something else ({error!s:.60})") from None
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as e:
+        raise Closed(f"the process answered something else ({e!s:.60})") from None
 
 
 def _group(tensors: dict[str, Tensor], prefix: str, size: int) -> dict[str, Tensor]:
