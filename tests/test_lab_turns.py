@@ -6,19 +6,20 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from test_profile_scripts import is_running, wait_for
+from torch import Tensor
 
 from labs.inference_benchmark import networks, single, studies
 from labs.inference_benchmark.micro_benchmarking_pytorch import main
 from workshop import records, results
 from workshop.judge import studies as turns
 from workshop.judge.pipe import Message
-from workshop.judge.turn import Shown
+from workshop.judge.turn import Check, Shown
 from workshop.labs import LabRun
 from workshop.versions import ROOT
 
@@ -68,11 +69,14 @@ log("end")
 """
 
 
-class TakesItsWord:
+class TakesItsWord(Check):
     """A check that asks the stand-in whether it was right."""
 
     def draw(self) -> Shown:
         return {}, {}
+
+    def take(self, proof: Mapping[str, Tensor]) -> None:
+        pass
 
     def judge(self, ask: Callable[..., Message], run: LabRun) -> None:
         assert run.step_ms  # by the times that it has told

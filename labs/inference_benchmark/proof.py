@@ -118,7 +118,9 @@ class InferenceCheck(Check):
         if {name: tensor.shape for name, tensor in shown.items()} != shapes:
             run.gate = Parity("fail", ["it does not show the logits of the images that are drawn"])
             return
-        if run.status != "interrupted" and not self._as_timed(shown, places, (len(kept), data.batch)):
+        if run.status != "interrupted" and not self._as_timed(
+            shown, places, (len(kept), data.batch)
+        ):
             sentence = "it shows other logits than it had when its clock stopped"
             run.gate = Parity("fail", [sentence])
             return
