@@ -11,7 +11,7 @@ import stored_runs
 from workshop import records, results
 from workshop.collection import Collection
 from workshop.errors import WorkshopError
-from workshop.file_kinds import KERNEL_TABLE, KINDS, OPERATORS, RUNS, kind_of
+from workshop.file_kinds import KERNEL_TABLE, KINDS, RUNS, kind_of
 from workshop.results import RunResult
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,9 +42,9 @@ def test_reference_results_are_all_found() -> None:
         for tool in ("torch.profiler", "ncu", "proton")
     } | {("", "torch.profiler", False)}
     assert {p.lab.variant for p in found.profiles if p.lab} == {"fp32", "fp16"}
-    assert [(b.path, b.device) for b in found.benchmarks] == [
-        (H200 / folder / "kernels.json", "NVIDIA H200") for folder in ("kernels", "kernels_drawn")
-    ]
+    folders = [path.parents[1] for path in found.kernels]
+    assert folders == [H200 / "kernels", H200 / "kernels_drawn"]
+    assert {run.lab for its in found.kernels.values() for run in its} == {"kernels"}
     assert not found.refresh()
 
 
@@ -118,7 +118,7 @@ def test_a_kind_of_file_is_known_by_its_first_keys(folder: Path, keys: tuple[str
         assert kind_of(place) == KINDS.get(keys, "")
     found = Collection([folder])
     found.refresh()
-    is_read = KINDS.get(keys) in (RUNS, OPERATORS, KERNEL_TABLE)
+    is_read = KINDS.get(keys) in (RUNS, KERNEL_TABLE)
     assert {one.path for one in found.broken} == (set(places) if is_read else set())
     assert (len(found.runs), len(found.profiles)) == (1, 1)
     assert len(records.load_folder(folder, RunResult)) == 1

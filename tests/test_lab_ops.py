@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import json
 import re
 import shlex
 import sys
@@ -11,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from stored_runs import lab_run
 from torch import Tensor
 
-from workshop import operators
+from labs.inference_benchmark import documents
+from workshop import records
 from workshop.errors import ANSWER_IS_NO, DONE, WRONG_USAGE
+from workshop.labs import LabRow, LabRun, build_rows
 from workshop.profilers import load as profiles
-from workshop.roofline.ceilings import Measurement
+from workshop.results import Parity
 from workshop.roofline.model import COMPUTE, DATA_SHEET, MEASURED, MEMORY
 from workshop.run import hardware
 from workshop.run.precision import PRECISIONS
@@ -37,9 +39,11 @@ SIZES |= dict.fromkeys(("bmm", "baddbmm"), ("3-65-40", "3-40-33"))
 GBS, FP32_TFLOPS = 10.0, 0.1
 
 
-def measurement(**device: str) -> Measurement:
-    described: dict[str, Any] = {"type": "cpu", "name": "a CPU", **device}
-    return Measurement(described, {"torch": "2"}, "2026-01-01T00:00:00", GBS, {"fp32": FP32_TFLOPS})
+def measurement(**device: str) -> LabRun:
+    changes = {"lab": documents.BENCH, "unit": "calls", "units_per_step": 1, "baseline": ""}
+    rates = {"ceiling_gbs": GBS, "ceiling_tflops": FP32_TFLOPS, "options": {"precision": "fp32"}}
+    about = {"device": {"type": "cpu", "name": "a CPU", **device}, "gate": Parity()}
+    return lab_run(**changes, **rates, **about, memory_mb={})
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +57,11 @@ def setting(precision: str = "fp32", cache: int = 1000) -> bench.Setting:
     return bench.Setting(CPU, PRECISIONS[precision], cache, 2, 1, False, None)
 
 
-def run(folder: Path, *words: str) -> tuple[int, list[dict[str, Any]]]:
+def run(folder: Path, *words: str) -> tuple[int, list[LabRow]]:
+    """The exit status, and the rows of the newest session."""
     status = bench.main([*SMALL, "--output-dir", str(folder), *words])
-    return status, json.loads((folder / "ops.json").read_text())["operators"]
+    runs = records.load_folder(folder, LabRun)
+    return status, build_rows(run for run in runs if run.session == runs[-1].session)
 
 
 # --- the sets and the flags ----------------------------------------------------------------------
@@ -81,12 +87,12 @@ def test_predefined_operators_are_right_and_timed(tmp_path: Path, flags: list[st
         name + "_" * ("--inplace" in flags and i < 9)
         for i, name in enumerate(tensor_ops.PREDEFINED)
     ]
-    assert [row["op"] for row in rows] == [name + suffix for name in in_place]
+    assert [row.label.split()[0] for row in rows] == [name + suffix for name in in_place]
     for row in rows:
-        assert row["status"] in ("pass", "pass, cached") and len(row["samples_ms"]) == 2, row
-        rate = row["amounts"]["read"] + row["amounts"]["written"]
-        assert row["gbs"] == pytest.approx(rate / row["median_ms"] / 1e6)
-        assert row["of_ceiling"] == pytest.approx(row["gbs"] / GBS)
+        first = row.first
+        assert row.gate == "pass" and len(first.step_ms) == 2, row
+        assert first.bytes_per_step == first.metrics["read"] + first.metrics["written"]
+        assert row.ceiling_share == pytest.approx(row.gbs / GBS)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -153,7 +159,7 @@ def test_a_wrong_operator_is_red(op: str, monkeypatch, tmp_path: Path, capsys) -
     dims = SIZES.get(op, (DIM, DIM))
     status, (row,) = run(tmp_path, "--op", op, "--input1-dim", dims[0], "--input2-dim", dims[1])
     assert status == ANSWER_IS_NO
-    assert (row["status"], row["samples_ms"], row["gbs"]) == ("FAIL", [], None)
+    assert (row.gate, row.first.status, row.first.step_ms) == ("fail", "gate failed", [])
     assert "roundings of fp32, allowed" in capsys.readouterr().out
     assert not (tmp_path / "roofline.png").exists()
 
@@ -298,12 +304,12 @@ def test_an_in_place_operator_begins_with_the_same_numbers_each_time(monkeypatch
 def test_files_hold_every_row(tmp_path: Path, capsys) -> None:
     _, (row,) = run(tmp_path, "--op", "add_", "--input-dim", DIM, "--enable-profiling")
     text = (tmp_path / "ops.md").read_text()
-    assert re.search(r"^\| add_ \| 6-32-33, 6-32-33 \| \d", text, re.MULTILINE)
+    assert re.search(r"^\| add\\_ \| 6-32-33, 6-32-33 \| \d", text, re.MULTILINE)
     assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert "copy" in shown and "10 GB/s" in shown
     (command,) = re.findall(r"Trace: python -m workshop.profilers show (\S+)", shown)
-    assert command == row["trace"]
+    assert command == row.first.metrics["trace"]
     kernels = profiles.load(Path(command)).kernels
     assert {kernel.name: kernel.calls for kernel in kernels}["aten::add_"] == 2
     assert len(list(tmp_path.iterdir())) == 4
@@ -314,14 +320,15 @@ def test_a_table_is_narrow_and_a_second_run_says_what_it_replaces(tmp_path: Path
     for count in (0, 1):
         run(tmp_path, "--op", "add_", *words)
         shown = capsys.readouterr().out
-        table = shown[: shown.index("  ceilings of")].splitlines()
-        assert max(map(len, table)) <= 100 and "add_(bf16)" in shown
-        assert shown.count("They replace those of an earlier run") == count
+        table = shown[: shown.index("ceilings of")].splitlines()
+        assert max(map(len, table)) <= 120 and "add_(bf16)" in shown
+        assert shown.count("replace those of an earlier run") == count
 
 
 def test_torch_alone_is_enough(monkeypatch, tmp_path: Path, capsys) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert run(tmp_path, "--op", "sum", "--input-dim", DIM)[0] == DONE
+    words = ["--op", "sum", "--input-dim", DIM, "--output-dir", str(tmp_path)]
+    assert bench.main([*SMALL, *words]) == DONE
     assert "| sum | 6-32-33 |" in capsys.readouterr().out
     assert not (tmp_path / "roofline.png").exists()
 
@@ -329,7 +336,7 @@ def test_torch_alone_is_enough(monkeypatch, tmp_path: Path, capsys) -> None:
 def test_what_memory_does_not_hold_is_said(monkeypatch, tmp_path: Path, capsys) -> None:
     monkeypatch.setattr(hardware, "free_memory_bytes", lambda _: 10**9)
     status, (row,) = run(tmp_path, "--input-dim", "1024-1024-1024")
-    assert (status, row["status"], row["samples_ms"]) == (ANSWER_IS_NO, "no memory", [])
+    assert (status, row.first.status, row.first.step_ms) == (ANSWER_IS_NO, "skipped", [])
     assert re.search(r"needs about 1\d\.\d GB, 1\.0 GB are free", capsys.readouterr().out)
 
 
@@ -395,9 +402,8 @@ def test_it_runs_from_its_own_folder(type_command, tmp_path: Path) -> None:
     words = ["--op", "add", "--input1-dim", "64-64", *SMALL, "--output-dir", tmp_path]
     ended = type_command("python", "torch_tensor_ops_bench.py", *words, folder=FOLDER)
     assert ended.returncode == DONE, ended.stderr
-    content = json.loads((tmp_path / "ops.json").read_text())
-    (row,) = operators.load(tmp_path / "ops.json").rows
-    assert (row.op, row.status) == ("add", "pass, cached") and row.gbs
-    assert content["copy_gbs"] > 0 and content["tflops"]["fp32"] > 0
-    assert content["cache_bytes"] > 10**5
-    assert {"python", "torch"} <= content["software"].keys()
+    (found,) = records.load_folder(tmp_path, LabRun)
+    assert found.variant == "add 64-64, 64-64" and found.metrics["cached"] and found.step_ms
+    assert found.ceiling_gbs and found.ceiling_tflops
+    assert int(found.options["cache_bytes"] or 0) > 10**5
+    assert {"python", "torch"} <= found.software.keys()

@@ -1,7 +1,6 @@
 """The kinds of files that pages show, recognised by their first keys.
 
-A kernel table and a benchmark may have one name, so that names don't tell. All begin with
-`schema_version`; the one or two keys after it are those of one kind alone.
+All begin with `schema_version`; the one or two keys after it are those of one kind alone.
 """
 
 import re
@@ -9,12 +8,9 @@ from pathlib import Path
 
 from workshop.errors import WorkshopError
 
-RUNS, OPERATORS = "runs of a comparison", "operator bench"
-BENCHMARK, KERNEL_TABLE, CEILINGS = "kernels' benchmark", "kernel table", "measured ceilings"
+RUNS, KERNEL_TABLE, CEILINGS = "runs of a comparison", "kernel table", "measured ceilings"
 KINDS = {
     ("session", "device"): RUNS,
-    ("session", "created"): BENCHMARK,
-    ("operators",): OPERATORS,
     ("kernel_table",): KERNEL_TABLE,
     ("ceilings",): CEILINGS,
 }

@@ -53,7 +53,7 @@ def page(collection: Collection) -> str:
             "group": ("Device, size, precision, batch × sequence", _key(first.group),
                       {_key(group): " · ".join(group) for group in snapshot.sizes()}),
             "profile": ("Profile", first.profile, snapshot.profile_labels),
-            "lab": ("Lab", first.lab, {key: key for key in snapshot.lab_keys}),
+            "lab": ("Lab", first.lab, {key: key for key in snapshot.labs}),
         },
         views=views,
         broken=Markup(_markup(layout.broken(snapshot), figures)),
@@ -72,7 +72,7 @@ def _views(snapshot: Snapshot, figures: list[Any]) -> Iterator[dict[str, Any]]:
     if not snapshot.groups:
         choices += [(name, "", Choice()) for name in of_groups]
     choices += [(blocks.KERNELS, key, Choice(profile=key)) for key in snapshot.profiles or [""]]
-    choices += [(blocks.LABS, key, Choice(lab=key)) for key in snapshot.lab_keys or [""]]
+    choices += [(blocks.LABS, key, Choice(lab=key)) for key in snapshot.labs or [""]]
     console = Console(stderr=True)
     for name, key, choice in track(
         choices, "drawing", console=console, disable=not console.is_terminal, transient=True

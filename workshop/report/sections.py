@@ -4,11 +4,12 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from workshop import file_kinds, results
+from workshop import results
 from workshop.collection import Collection, Profile, distinct_names
 from workshop.compare.rows import size_name
 from workshop.errors import WorkshopError
-from workshop.kernels import benchmark
+from workshop.kernels import rows
+from workshop.kernels.rows import Row
 from workshop.profilers import advisor, kernel_file, show
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import display_name, printable
@@ -131,18 +132,12 @@ def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]
 def others(collection: Collection) -> tuple[list[tuple[str, Section]], list[tuple[Path, str]]]:
     """The other measurements in a collection's folders, each with the name of its device; and the
     broken ones, each with the reason."""
-    found: list[tuple[str, Section]] = []
+    found = [_benchmark(f"benchmark-{number}", path, collection)
+             for number, path in enumerate(collection.kernels, 1)]  # fmt: skip
     broken: list[tuple[Path, str]] = []
-    known = {one.folder / kernel_file.JSON_FILE for one in collection.profiles}
-    known |= {one.path for one in collection.broken}
-    tables = sorted(set(_below(collection, kernel_file.JSON_FILE)) - known)
-    costs = sorted({path.parent for path in _below(collection, f"{HARNESS}/*.json")})
-    for path in (*tables, *costs):
+    for path in sorted({path.parent for path in _below(collection, f"{HARNESS}/*.json")}):
         try:
-            if path in costs:
-                found.append(_harness_cost(f"harness-{len(found) + 1}", path))
-            elif file_kinds.kind_of(path) == file_kinds.BENCHMARK:
-                found.append(_benchmark(f"benchmark-{len(found) + 1}", path, collection))
+            found.append(_harness_cost(f"harness-{len(found) + 1}", path))
         except WorkshopError as error:
             broken.append((path, str(error)))
     return found, broken
@@ -157,40 +152,29 @@ def _below(collection: Collection, pattern: str) -> Iterator[Path]:
 
 def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Section]:
     """V3's operators beside the other contenders, without those that do not exist for a case."""
-    try:
-        rows, run = benchmark.load(path)
-        rows = [row for row in rows if row.status != SKIPPED]
-        section = Section(anchor, "V3's kernels", (Link(path.name, path),))
-        section.intro = KERNELS.format(commit=printable(str(run.git_commit)))
-        for group in benchmark.by_op(rows):
-            section.tables.append(_operation(group, run))
-            notes = benchmark.notes(group, run)
-            section.sentences += [printable(f"{group[0].op}: {note}") for note in notes]
-            section.alarms += _benchmark_alarms(group, run, section.links)
-        section.sentences.append(printable(benchmark.summary(run)))
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise WorkshopError(f"{path}: no result of the kernels' benchmark ({error!r})") from None
+    measured = [row for row in map(Row, collection.kernels[path]) if row.verdict != SKIPPED]
+    first = collection.kernels[path][0]
+    section = Section(anchor, "V3's kernels", (Link(path.name, path),))
+    section.intro = KERNELS.format(commit=printable(str(first.git_commit)))
+    for group in rows.by_op(measured):
+        table = rows.table(group)
+        lines = [
+            Line(cells(*line.cells), parts.BAD * (line.style == "red")) for line in table.lines
+        ]
+        section.tables.append(Table(printable(table.title), list(table.header), lines, texts=2))
+        section.sentences += [printable(f"{group[0].op}: {note}") for note in table.notes]
+        section.alarms += _benchmark_alarms(group, section.links)
+    section.sentences.append(printable(rows.summary(Row(first))))
     add_roofline(section, section.title, [path], folder_of(path, collection), in_words=False)
-    return str(run.device["name"]), section
+    return str(first.device["name"]), section
 
 
-def _operation(group: list[benchmark.Row], run: benchmark.Run) -> Table:
-    lines = [
-        Line(cells(*benchmark.cells(row, run)), parts.BAD if row.status == FAIL else "")
-        for row in group
-    ]
-    title = printable(benchmark.title(group, run))
-    return Table(title, benchmark.header(group, run), lines, texts=2)
-
-
-def _benchmark_alarms(
-    group: list[benchmark.Row], run: benchmark.Run, links: tuple[Link, ...]
-) -> Iterator[Alarm]:
+def _benchmark_alarms(group: list[Row], links: tuple[Link, ...]) -> Iterator[Alarm]:
     for row in group:
         if row.failed:
-            text = printable(f"{row.op} {row.size}, {row.contender}: {row.note or row.status}")
+            text = printable(f"{row.op} {row.size}, {row.contender}: {row.note or row.verdict}")
             yield Alarm(FAIL, text, links)
-        for sentence in run.implausible(row):
+        for sentence in row.implausible():
             text = printable(f"{row.op}: {sentence}").replace(f"{parts.IMPLAUSIBLE}: ", "")
             yield Alarm(parts.IMPLAUSIBLE, text, links)
 

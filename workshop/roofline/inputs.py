@@ -12,9 +12,9 @@ from workshop import file_kinds, records, results
 from workshop.compare.rows import Row, build_rows, preferred
 from workshop.errors import WorkshopError
 from workshop.gate import plausibility
-from workshop.kernels import benchmark
 from workshop.kernels.cases import OURS, TFLOPS
-from workshop.kernels.measure import Row as KernelRow
+from workshop.kernels.rows import Row as KernelRow
+from workshop.labs import KERNELS, LabRun
 from workshop.profilers import load as profiles
 from workshop.profilers import metrics, rocprof_compute
 from workshop.profilers.categories import categorize
@@ -22,7 +22,7 @@ from workshop.profilers.metrics import duration
 from workshop.profilers.names import display_name, printable
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import Kernel, KernelTable
-from workshop.results import RunResult, model_sizes
+from workshop.results import Run, RunResult, model_sizes
 from workshop.roofline import ceilings, model
 from workshop.roofline.model import MAIN_MEMORY, MEASURED, Ceiling, Point, Roofline
 from workshop.run import flops
@@ -42,7 +42,6 @@ ASSUMED = "bf16"
 """Precision of products where none is recorded."""
 LEAST_SEEN = 0.05
 """Of a profile's time: with fewer kernels counted, it is one without counters."""
-BENCHMARK_FILE = "kernels.json"
 
 RUN_BYTES = (
     "whole steps: operations are those of the products, from the sizes; bytes are a lower bound: "
@@ -75,7 +74,8 @@ class Inputs:
     runs: list[RunResult] = field(default_factory=list)
     tables: list[tuple[KernelTable, RunResult | None]] = field(default_factory=list)
     """Each with the record of its run, where it has one."""
-    benchmarks: list[Path] = field(default_factory=list)
+    kernels: list[KernelRow] = field(default_factory=list)
+    """Of V3's benchmark, where there is no run."""
     ceilings: list[Ceiling] = field(default_factory=list)
     """That a tool measured beside its profile."""
 
@@ -111,8 +111,8 @@ def load(
                 f"the GPU was idle for {line.idle_ns / line.span_ns:.0%} of the profile's "
                 f"{duration(line.span_ns)}; a profiler slows the host"
             )
-    for path in found.benchmarks:
-        _add_benchmark(roofline, path)
+    if found.kernels:
+        _add_benchmark(roofline, found.kernels, paths[0])
     if not roofline.points:
         reason = "; ".join(roofline.notes[1:]) or "no timed run, no kernel with counters"
         raise WorkshopError(f"{roofline.title}: nothing for a roofline: {reason}")
@@ -184,9 +184,10 @@ def _check(flag: str, value: float) -> float:
 def _collect(path: Path, found: Inputs) -> None:
     kind = _kind(path)
     if kind == file_kinds.RUNS:
-        found.runs += records.load_folder(path, RunResult)
-    elif kind == file_kinds.BENCHMARK:
-        found.benchmarks.append(path / BENCHMARK_FILE if path.is_dir() else path)
+        its = records.load_folder(path, Run)
+        found.runs += [run for run in its if isinstance(run, RunResult)]
+        of_labs = (run for run in its if isinstance(run, LabRun) and run.lab == KERNELS)
+        found.kernels += [] if found.runs else map(KernelRow, of_labs)
     elif kind == file_kinds.CEILINGS:
         found.ceilings += ceilings.load(path).ceilings()
     elif path.name == "roofline.csv":
@@ -201,11 +202,8 @@ def _kind(path: Path) -> str:
     """Which of this workshop's files it is, or a folder by its files; empty for a profile."""
     if path.is_file():
         return file_kinds.kind_of(path)
-    table = path / BENCHMARK_FILE
     if (path / RUN_FILE).is_file() or not path.is_dir():
         return ""
-    if table.is_file() and file_kinds.kind_of(table) == file_kinds.BENCHMARK:
-        return file_kinds.BENCHMARK
     return file_kinds.RUNS if any(records.files_in(path)) else ""
 
 
@@ -437,12 +435,11 @@ def _attention_bytes(sizes: flops.Sizes, tokens: int, width: int) -> float:
 # --- V3's benchmark ------------------------------------------------------------------------------
 
 
-def _add_benchmark(roofline: Roofline, path: Path) -> None:
+def _add_benchmark(roofline: Roofline, rows: list[KernelRow], path: Path) -> None:
     """V3's own kernels: their bytes or their operations, whichever the benchmark counts."""
-    rows, run = benchmark.load(path)
-    _set_device(roofline, run.device, path)
+    _set_device(roofline, rows[0].run.device, path)
     ours = [row for row in rows if row.contender == OURS]
-    points = [point for row in ours for point in _benchmark_points(row, run.precision)]
+    points = [point for row in ours for point in _benchmark_points(row)]
     roofline.points += sorted(points, key=lambda point: -(point.seconds or 0.0))
     roofline.notes.append(
         "the benchmark counts the bytes of element-wise kernels and the operations of products: "
@@ -450,7 +447,7 @@ def _add_benchmark(roofline: Roofline, path: Path) -> None:
     )
 
 
-def _benchmark_points(row: KernelRow, precision: str) -> Iterator[Point]:
+def _benchmark_points(row: KernelRow) -> Iterator[Point]:
     of_products = row.unit == TFLOPS
     category = categorize(row.op)
     if of_products and category != "attention":
@@ -460,7 +457,7 @@ def _benchmark_points(row: KernelRow, precision: str) -> Iterator[Point]:
             yield model.point(
                 printable(f"{row.op} {row.size}, {phase}"),
                 category,
-                precision if of_products else "fp32",
+                row.precision if of_products else "fp32",
                 milliseconds / 1e3,
                 amount if of_products else None,
                 None if of_products else amount,

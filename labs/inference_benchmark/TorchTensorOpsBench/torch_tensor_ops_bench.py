@@ -16,6 +16,7 @@ can't hold.
 """
 
 import argparse
+import copy
 import dataclasses
 import importlib.util
 import math
@@ -26,7 +27,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
@@ -40,24 +40,30 @@ import tensor_ops  # noqa: E402
 import torch  # noqa: E402
 from tensor_ops import COPY, DEFAULT_DIM, KINDS, MATRIX, MODEL_OPS, OPS, PREDEFINED, Amounts, Case  # noqa: E402
 
-from workshop import errors, results  # noqa: E402
+from workshop import errors, records, results  # noqa: E402
 from workshop.arguments import count, parse  # noqa: E402
+from workshop.compare import tables  # noqa: E402
+from workshop.compare.tables import Line, Table  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.gate import plausibility  # noqa: E402
-from workshop.results import FAIL, PASS, SKIPPED  # noqa: E402
+from workshop.labs import LabRun  # noqa: E402
+from workshop.records import Comparison  # noqa: E402
+from workshop.results import FAIL, PASS, SKIPPED, Parity, Status  # noqa: E402
 from workshop.roofline import ceilings, model  # noqa: E402
 from workshop.roofline.model import COMPUTE, DATA_SHEET, MEASURED, MEMORY, Point, Roofline  # noqa: E402
-from workshop.run import hardware, timing  # noqa: E402
+from workshop.run import hardware, lab_record, timing  # noqa: E402
 from workshop.run.precision import Precision, get_precision, kept_matmul_mode  # noqa: E402
 from workshop.run.timing import StepClock  # noqa: E402
 
-SCHEMA_VERSION = 1
+FOLDER = Path(__file__).resolve().parent
 DEFAULT_FOLDER = results.DEFAULT_FOLDER / "inference_benchmark" / "ops"
 
 NO_MEMORY = "no memory"
 CACHED = f"{PASS}, cached"
 """Correct and timed, but so small that its result may stay in the cache."""
 IMPLAUSIBLE = "IMPLAUSIBLE"
+STATUS: dict[str, Status] = {FAIL: "gate failed", NO_MEMORY: "skipped", SKIPPED: "skipped"}
+"""The status of a record, where it is not complete."""
 
 # --- a row ---------------------------------------------------------------------------------------
 
@@ -251,8 +257,6 @@ def cache_bytes(device: torch.device) -> int:
 
 HEADER = ("op", "shapes", "ms", "rate", "of ceiling", "of sheet", "roof", "error (allowed)",
           "verdict")  # fmt: skip
-WIDTH = 100
-"""Columns of a terminal that the table takes at most."""
 STYLES = {FAIL: "red", IMPLAUSIBLE: "red", NO_MEMORY: "yellow", SKIPPED: "dim"}
 
 
@@ -261,7 +265,8 @@ class Report:
     """All rows under the ceilings of this run."""
 
     rows: list[Row]
-    measurement: ceilings.Measurement
+    measured: LabRun
+    """The record that each row begins as."""
     cache: int
 
     @property
@@ -271,10 +276,10 @@ class Report:
     @cached_property
     def limits(self) -> Roofline:
         """Without points."""
-        name = str(self.measurement.device["name"])
-        on_gpu = self.measurement.device["type"] == "cuda"
+        name = str(self.measured.device["name"])
+        on_gpu = self.measured.device["type"] == "cuda"
         listed = ceilings.from_data_sheet(name) if on_gpu else []
-        return Roofline(self.title, name, [], listed + self.measurement.ceilings())
+        return Roofline(self.title, name, [], listed + ceilings.of_run(self.measured).ceilings())
 
     @cached_property
     def roofline(self) -> Roofline:
@@ -324,7 +329,7 @@ class Report:
         lines = [f"{'; '.join(labels)}: {note}" for note, labels in found.items()]
         if any(row.status == CACHED for row in self.rows):
             lines.append(f"{CACHED}: it fits in the cache, where its result may stay")
-        measured = ", ".join(map(model.ceiling_text, self.measurement.ceilings()))
+        measured = ", ".join(map(model.ceiling_text, ceilings.of_run(self.measured).ceilings()))
         return [
             *lines,
             *model.flags(self.roofline),
@@ -332,66 +337,56 @@ class Report:
             f"before each call the cache of {self.cache / 1e6:,.0f} MB is emptied",
         ]
 
-    def as_markdown(self) -> str:
-        table = [HEADER, ("---",) * len(HEADER), *map(self.cells, self.rows)]
-        lines = [f"# {self.title}, {self.measurement.device['name']}", ""]
-        lines += [f"| {' | '.join(cells)} |" for cells in table]
-        return "\n".join([*lines, "", *(f"- {note}" for note in self.notes())]) + "\n"
+    def table(self) -> Table:
+        lines = [Line(self.cells(row), STYLES.get(self.status(row))) for row in self.rows]
+        title = f"{self.title}, {self.measured.device['name']}"
+        return Table(title, HEADER, lines, self.notes(), left=(0, 1), wraps=(1,))
 
-    def as_json(self) -> dict[str, Any]:
-        records = [
-            dataclasses.asdict(row)
-            | {
-                "error": row.error if row.error is None or math.isfinite(row.error) else None,
-                "status": self.status(row),
-                "median_ms": row.seconds and row.seconds * 1e3,
-                "gbs": row.amounts.moved / row.seconds / 1e9 if row.seconds else None,
-                "tflops": row.amounts.operations / row.seconds / 1e12 if row.seconds else None,
-                "of_ceiling": self.share(row, MEASURED),
-                "of_data_sheet": self.share(row, DATA_SHEET),
-            }
-            for row in self.rows
-        ]
-        command = ["python", Path(__file__).name]
-        command += [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "operators": records,
-            "command": command,
-            "cache_bytes": self.cache,
-        } | dataclasses.asdict(self.measurement)
+    def as_markdown(self) -> str:
+        return tables.markdown([self.table()], heading="#") + "\n"
+
+    def record(self, row: Row) -> LabRun:
+        """The row as a run of a lab, whose step is a call."""
+        shown, moves = self.status(row), row.kind == MEMORY
+        run = dataclasses.replace(
+            copy.deepcopy(self.measured),
+            status=STATUS.get(shown, "complete"),
+            error=row.note if shown in (NO_MEMORY, SKIPPED) else None,
+            step_ms=row.samples_ms,
+            subject=f"{len(self.rows)} operators",
+            variant=row.label,
+            bytes_per_step=row.amounts.moved if moves else None,
+            flops_per_step=None if moves else row.amounts.operations,
+            metrics=dataclasses.asdict(row.amounts)
+            | {"category": row.category, "cached": row.status == CACHED, "trace": row.trace},
+        )
+        if row.error is not None:
+            (error,) = results.finite([row.error])
+            failures = [row.note] if row.status == FAIL else []
+            run.gate = Parity(
+                "fail" if failures else "pass",
+                failures,
+                reference="the same operator in float64",
+                measures={"result": {"error": error, "allowed": row.allowed}},
+            )
+        if shown == IMPLAUSIBLE:
+            own = dataclasses.replace(self.limits, points=[self.point(row)])
+            run.plausibility = model.flags(own)
+        return run
 
     def show(self) -> None:
         if importlib.util.find_spec("rich") is None:
             print(self.as_markdown())
-            return
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        console = Console(highlight=False, markup=False)
-        console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-        title = f"{self.title}, {self.measurement.device['name']}"
-        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
-                      show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
-        lines = [self.cells(row) for row in self.rows]
-        shown = [i for i in range(len(HEADER)) if any(cells[i] != "-" for cells in lines)]
-        for i in shown:
-            words = re.sub(r" (?=ceiling|sheet|\()", "\n", HEADER[i])
-            table.add_column(words, justify="right" if 2 <= i < 8 else "left", no_wrap=i >= 2,
-                             overflow="fold")  # fmt: skip
-        for row, cells in zip(self.rows, lines, strict=True):
-            table.add_row(*(cells[i] for i in shown), style=STYLES.get(self.status(row)))
-        console.print(table)
-        for line in self.notes():
-            console.print(f"  {line}", soft_wrap=True)
+        else:
+            tables.print_tables([self.table()])
 
     def write(self, folder: Path) -> list[Path]:
-        """All files, or none; the picture where there is matplotlib and a time."""
-        contents: dict[Path, results.Content] = {
-            folder / "ops.json": results.json_text(self.as_json()),
-            folder / "ops.md": self.as_markdown(),
-        }
+        """The result file, a table, and a picture where there is matplotlib and a time."""
+        comparison = Comparison.of(self.record(self.rows[0]))
+        comparison.runs += map(self.record, self.rows)
+        path = records.path_in(folder, comparison.session)
+        comparison.write(path)
+        contents: dict[Path, results.Content] = {folder / "ops.md": self.as_markdown()}
         picture = folder / "roofline.png"
         if importlib.util.find_spec("matplotlib") and self.roofline.points:
             from workshop.roofline import figures
@@ -399,7 +394,7 @@ class Report:
             labels = len(self.roofline.points)
             contents[picture] = lambda path: figures.draw(self.roofline, path, labels=labels)
         results.write_together(contents, gone=[picture])
-        return list(contents)
+        return [path, *contents]
 
 
 # --- the command line ----------------------------------------------------------------------------
@@ -436,8 +431,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="then run the calls again under torch.profiler, and write a trace")  # fmt: skip
     add("--append-dtype", action="store_true", help="to the operator's name, as in add(fp32)")
     add("--output-dir", type=Path, default=DEFAULT_FOLDER, metavar="DIR",
-        help="for ops.json, ops.md, roofline.png and traces (default: results/inference_benchmark/"
-        "ops of this checkout)")  # fmt: skip
+        help="for the result file, ops.md, roofline.png and traces (default: results/"
+        "inference_benchmark/ops of this checkout)")  # fmt: skip
     return parser
 
 
@@ -485,7 +480,7 @@ def _benchmark(arguments: argparse.Namespace) -> int:
     interrupted = False
     with kept_matmul_mode():
         precision.set_matmul_mode()
-        measurement = measure_ceilings(setting)
+        measured = measure_ceilings(setting)
         try:
             for row in measure_rows(cases, setting):
                 rows.append(row)
@@ -493,13 +488,13 @@ def _benchmark(arguments: argparse.Namespace) -> int:
             interrupted = True
             if not rows:
                 raise
-    report = Report(rows, measurement, setting.cache)
-    earlier = (folder / "ops.json").exists()
+    report = Report(rows, measured, setting.cache)
+    earlier = (folder / "ops.md").exists()
     written = report.write(folder)
     report.show()
     print(f"Written: {', '.join(map(str, written))}")
     if earlier:
-        print("They replace those of an earlier run; --output-dir DIR keeps both")
+        print("Table and picture replace those of an earlier run; --output-dir DIR keeps both")
     traces = [row.trace for row in rows if row.trace]
     if traces:
         more = f"  ({len(traces) - 1} more beside it)" if len(traces) > 1 else ""
@@ -516,17 +511,20 @@ def exit_code(rows: list[Row]) -> int:
     return errors.ANSWER_IS_NO if wrong or no_room else errors.DONE
 
 
-def measure_ceilings(setting: Setting) -> ceilings.Measurement:
-    """A large copy and product on this device at this precision."""
-    tflops = hardware.measure_matmul_tflops(setting.device, setting.precision.autocast_dtype)
-    return ceilings.Measurement(
-        device=hardware.describe(setting.device),
-        software=results.describe_software(),
-        created=results.now(),
-        copy_gbs=hardware.measure_copy_gbs(setting.device),
-        tflops={setting.precision.name: tflops},
-        session=results.new_session(),
-        git_commit=results.git_commit(),
+def measure_ceilings(setting: Setting) -> LabRun:
+    """A record, with a large copy and product on this device at this precision."""
+    return lab_record.begin(
+        *(setting.device, setting.precision.name, "", ("--output-dir",)),
+        lab=FOLDER.name,
+        subject="",
+        variant="",
+        unit="calls",
+        units_per_step=1,
+        options={"precision": setting.precision.name, "cache_bytes": setting.cache},
+        ceiling_gbs=hardware.measure_copy_gbs(setting.device),
+        ceiling_tflops=hardware.measure_matmul_tflops(
+            setting.device, setting.precision.autocast_dtype
+        ),
     )
 
 
