@@ -43,7 +43,7 @@ from workshop.run.precision import PRECISIONS  # noqa: E402
 
 COMMAND = ("python", "-m", "workshop.kernels.benchmark")
 CPU = torch.device("cpu")
-INTERPRETER = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+AS_TYPED = {"TRITON_INTERPRET": "", "OMP_NUM_THREADS": "1"}
 ROUNDS = 3
 
 
@@ -88,7 +88,7 @@ def v3(monkeypatch) -> ModuleType:
 class InAThread(Process):
     """The contenders in a thread of this process, so that a test can break them."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: torch.device) -> None:
         asked, to_ask = os.pipe()
         to_hear, answered = os.pipe()
         self._pipe, own, self.stderr = Pipe(to_hear, to_ask), Pipe(asked, answered), []
@@ -151,7 +151,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU: compil
 @pytest.mark.slow
 def test_without_a_gpu_all_kernels_are_checked_and_none_is_timed(type_command, tmp_path) -> None:
     output = tmp_path / "out"
-    finished = type_command(*COMMAND, "--quick", "--output-dir", output, **INTERPRETER)
+    finished = type_command(*COMMAND, "--quick", "--output-dir", output, **AS_TYPED)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert not finished.stderr
     assert rows.NOTHING_TIMED in finished.stdout
@@ -178,7 +178,7 @@ def test_every_wrong_kernel_in_the_file_is_found(type_command, tmp_path) -> None
     fault = "\n\nimport torch\ndef swiglu(gate, up):\n    return torch.relu(gate) * up\n"
     facade.write_text(facade.read_text() + fault)
     command = (*COMMAND, "--quick", "--op", "swiglu", "swiglu_fused", "--output-dir")
-    finished = type_command(*command, tmp_path / "out", folder=root, **INTERPRETER)
+    finished = type_command(*command, tmp_path / "out", folder=root, **AS_TYPED)
     assert finished.returncode == 1, finished.stderr
     assert f"{OURS} FAIL: y is off by " in finished.stdout
     ours = {row.op: row.verdict for row in rows.load(tmp_path / "out") if row.contender == OURS}
@@ -352,7 +352,7 @@ def test_only_a_kernel_of_ours_that_is_wrong_or_crashes_has_failed(v3) -> None:
 
 def test_a_process_that_ends_is_the_fault_of_who_was_asked(monkeypatch) -> None:
     crash = Process([sys.executable, "-c", "import os; os.abort()"], os.environ)
-    monkeypatch.setattr(measure, "start_contenders", lambda: crash)
+    monkeypatch.setattr(measure, "start_contenders", lambda _: crash)
     judge = measure.Judge(make_setting(), 0, a_run())
     found = [Row(run) for run in judge.measure(small_case("swiglu"))]
     assert [row.verdict for row in found] == ["FAIL", *["skipped"] * (len(found) - 1)]

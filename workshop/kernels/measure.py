@@ -38,7 +38,7 @@ from workshop.kernels.cases import COMPILED, GBS, HOST, OURS, PLAIN, Case
 from workshop.kernels.rows import NOTHING_TIMED, Row
 from workshop.labs import LabRun
 from workshop.results import LEAST, MOST, Parity
-from workshop.run import chips, timing
+from workshop.run import chips, interpreter, timing
 
 MULTIPLE = 2.0
 """How far from the truth a contender may be, in units of the plain version's own distance."""
@@ -61,8 +61,9 @@ def new_seed() -> int:
     return secrets.randbits(62)
 
 
-def start_contenders() -> Process:
-    return Process.of_module("workshop.kernels.contenders", os.environ)
+def start_contenders(device: torch.device) -> Process:
+    interpreted = {interpreter.VARIABLE: "1"} if device.type == "cpu" else {}
+    return Process.of_module("workshop.kernels.contenders", os.environ | interpreted)
 
 
 # --- the check -------------------------------------------------------------------------------
@@ -225,7 +226,7 @@ class Judge:
     def _measure(self, case: Case, runs: list[LabRun]) -> None:
         self._asked = OURS
         if self._process is None:
-            self._process = start_contenders()
+            self._process = start_contenders(self.setting.device)
             precision = self.setting.precision.name
             self._process.ask("setting", device=str(self.setting.device), precision=precision)
         self._process.ask("case", op=case.op, sizes=case.sizes)
