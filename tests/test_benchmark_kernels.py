@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from test_compare import NO_TRITON, copy_repository
+from test_compare import NO_TRITON
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
@@ -168,21 +168,6 @@ def test_without_a_gpu_all_kernels_are_checked_and_none_is_timed(type_command, t
     skipped = [row for row in found if row.verdict == "skipped"]
     assert {"Liger", "torch.compile"} <= {row.contender for row in skipped}
     assert all(row.note for row in skipped)
-
-
-@NO_GPU
-@pytest.mark.slow
-def test_every_wrong_kernel_in_the_file_is_found(type_command, tmp_path) -> None:
-    root = copy_repository(tmp_path / "copy", {})
-    facade = root / "version3_triton" / "triton_kernels.py"
-    fault = "\n\nimport torch\ndef swiglu(gate, up):\n    return torch.relu(gate) * up\n"
-    facade.write_text(facade.read_text() + fault)
-    command = (*COMMAND, "--quick", "--op", "swiglu", "swiglu_fused", "--output-dir")
-    finished = type_command(*command, tmp_path / "out", folder=root, **AS_TYPED)
-    assert finished.returncode == 1, finished.stderr
-    assert f"{OURS} FAIL: y is off by " in finished.stdout
-    ours = {row.op: row.verdict for row in rows.load(tmp_path / "out") if row.contender == OURS}
-    assert ours == {"swiglu": "FAIL", "swiglu_fused": "pass"}
 
 
 def test_without_triton_nothing_runs(type_command, tmp_path) -> None:
@@ -515,18 +500,17 @@ def test_drawn_sizes_are_the_same_for_a_seed_and_others_for_another(v3) -> None:
 
 
 def test_contenders_take_turns_and_the_first_turn_is_not_counted(monkeypatch) -> None:
-    every = {"a": 1, "b": 1, "slow": 2}
     order: list[str] = []
     judge = measure.Judge(make_setting(), 4, a_run())
     for name, instead in {
-        "_prepare": lambda _, run: measure.Turns(run, 4, every[run.variant], 1),
+        "_prepare": lambda _, run: measure.Turns(run, 4, 1),
         "_turn": lambda turns, _: order.append(turns.run.variant),
         "_process": Mock(),
         "_finish": Mock(),
     }.items():
         monkeypatch.setattr(judge, name, instead)
-    judge._time(small_case("swiglu"), FORWARD, [a_run(variant=name) for name in every], {})
-    assert order == "a b slow b a a b slow b a a b slow".split()
+    judge._time(small_case("swiglu"), FORWARD, [a_run(variant=name) for name in "abc"], {})
+    assert order == list("abccbaabccbaabc")
 
 
 @pytest.mark.parametrize("op", cases.OPS)

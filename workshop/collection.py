@@ -7,15 +7,14 @@ broken is listed, and harms no other.
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from workshop import file_kinds, records
+from workshop import records
 from workshop.compare.rows import size_name, variant
 from workshop.errors import WorkshopError
-from workshop.file_kinds import KERNEL_TABLE, RUNS
 from workshop.labs import KERNELS, LabRun
 from workshop.profilers import kernel_file
 from workshop.profilers.names import printable
@@ -24,9 +23,8 @@ from workshop.profilers.table import KernelTable
 from workshop.results import Run, RunResult
 from workshop.versions import VERSIONS
 
-RUNS_FOLDER, PROFILES_FOLDER = "runs", "profiles"
-"""Files below them are taken for results; those below the second if they have the name of a kernel
-table or of its run's record."""
+RUNS_FOLDER = "runs"
+"""Files of JSON lines below one are comparisons."""
 
 
 R = TypeVar("R", bound=Run)
@@ -161,22 +159,19 @@ class Collection:
         return True
 
     def _read(self, path: Path) -> _Content:
-        try:
-            read = _READERS.get(self._kind(path))
-            return read(path) if read else None
-        except WorkshopError as error:
-            return Broken(path, str(error))
-
-    def _kind(self, path: Path) -> str:
-        """The kind of a file, by its first keys or else by its place; empty for another's."""
-        if kind := file_kinds.kind_of(path):
-            return kind
+        """The content of a kernel table or of a profile's record, which have their names, or of a
+        comparison, which has its place."""
         top = next(folder for folder in self.folders if folder in path.parents)
         within = {top.name, *path.parent.relative_to(top).parts}
-        if PROFILES_FOLDER in within:
-            return {kernel_file.JSON_FILE: KERNEL_TABLE, RUN_FILE: RUNS}.get(path.name, "")
         is_place = RUNS_FOLDER in within or path.parent in self.folders
-        return RUNS if is_place and path.suffix == records.SUFFIX else ""
+        try:
+            if path.name == kernel_file.JSON_FILE:
+                return kernel_file.read(path)
+            if path.name == RUN_FILE or (is_place and path.suffix == records.SUFFIX):
+                return records.load(path).runs
+        except WorkshopError as error:
+            return Broken(path, str(error))
+        return None
 
     def _sort(self) -> None:
         found = [(path, self._files[path].content) for path in sorted(self._files)]
@@ -218,13 +213,6 @@ def _json_files(folder: Path) -> Iterator[tuple[Path, tuple[int, int]]]:
 
 def _contents(files: dict[Path, _File]) -> dict[Path, tuple[int, int]]:
     return {path: file.stamp for path, file in files.items() if file.content is not None}
-
-
-_READERS: dict[str, Callable[[Path], _Content]] = {
-    RUNS: lambda path: records.load(path).runs,
-    KERNEL_TABLE: kernel_file.read,
-}
-"""By kind of file; the others are passed over."""
 
 
 def _profile(folder: Path, table: KernelTable, profiled: dict[Path, Run]) -> Profile:

@@ -140,7 +140,7 @@ class Contest:
             *(self.case, self.functions[name], phase, self.setting),
             *(draw_data(self.case, self.setting, seed), self._peak_mb.get(name) or 0.0, self._pool),
         )
-        return {}, {"calls": len(program.sets), "ms": program.call_ms, "note": program.note}
+        return {}, {"calls": len(program.sets), "note": program.note}
 
     def _load(self, name: str, seed: int) -> Answer:
         self._programs[name].load(draw_data(self.case, self.setting, seed))
@@ -229,11 +229,11 @@ class Program:
         self._results: list[Any] = []
         self._begin, self._run = self._forward, self._calls
         self.note, self._busy = "", torch.empty(0)
-        self.call_ms = self._eager_ms()
+        call_ms = self._eager_ms()
         if phase == HOST:
             return
         cache = _cache_bytes(setting.device)
-        number = _how_many(data.bytes, kept_mb, self.call_ms, cache, setting.device)
+        number = _how_many(data.bytes, kept_mb, call_ms, cache, setting.device)
         self.sets = [data.fresh() for _ in range(number)]
         self._begin()
         self._run()

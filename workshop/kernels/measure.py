@@ -47,8 +47,6 @@ ROUNDING_UNITS = 2.0
 ORDER_OF_SUMS = 2.0**-20
 """And what fp32 sums of some thousand terms differ by when they are added in another order."""
 
-BUDGET_MS = 300.0  # for one contender's samples of one phase, of which slow ones take fewer
-MIN_SAMPLES = 5
 TURN_MS = 1.0
 """The part of the judge's time of a turn that is not the contender's: two messages, the reading of
 more memory than the cache holds, the launch, and the wait for the device. A sample of SAMPLE_MS can
@@ -157,8 +155,6 @@ class Turns:
 
     run: LabRun
     calls: int
-    every: int
-    """1: it takes part in each round, 2: in each second one."""
     compared: int
     """The round of which a call is compared."""
     told_ms: list[float] = field(default_factory=list)
@@ -279,8 +275,7 @@ class Judge:
         timed = [turns for run in right if (turns := self._prepare(phase, run))]
         for number in range(self.rounds + 1):
             for turns in timed if number % 2 == 0 else timed[::-1]:
-                if number % turns.every == 0:
-                    self._turn(turns, number)
+                self._turn(turns, number)
         assert self._process is not None
         self._process.ask("release")
         self._process.answer("answered")
@@ -295,11 +290,7 @@ class Judge:
         if answer.values.get("note"):
             add_note(run, str(answer.values["note"]))
         calls = int(_number(answer, "calls"))
-        sample_ms = _number(answer, "ms") * calls
-        samples = min(self.rounds, max(MIN_SAMPLES, BUDGET_MS / sample_ms))
-        every = math.ceil(self.rounds / samples)
-        compared = every * (1 + secrets.randbelow(self.rounds // every))
-        return Turns(run, calls, every, compared)
+        return Turns(run, calls, compared=1 + secrets.randbelow(self.rounds))
 
     def _turn(self, turns: Turns, number: int) -> None:
         assert self._process is not None

@@ -135,19 +135,13 @@ def others(collection: Collection) -> tuple[list[tuple[str, Section]], list[tupl
     found = [_benchmark(f"benchmark-{number}", path, collection)
              for number, path in enumerate(collection.kernels, 1)]  # fmt: skip
     broken: list[tuple[Path, str]] = []
-    for path in sorted({path.parent for path in _below(collection, f"{HARNESS}/*.json")}):
+    files = (path for top in collection.folders for path in top.rglob(f"{HARNESS}/[!.]*.json"))
+    for path in sorted({path.parent for path in files}):
         try:
             found.append(_harness_cost(f"harness-{len(found) + 1}", path))
         except WorkshopError as error:
             broken.append((path, str(error)))
     return found, broken
-
-
-def _below(collection: Collection, pattern: str) -> Iterator[Path]:
-    for folder in collection.folders:
-        for path in folder.rglob(pattern):
-            if not any(part.startswith(".") for part in path.relative_to(folder).parts):
-                yield path
 
 
 def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Section]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workshop import file_kinds, records, results
+from workshop import records, results
 from workshop.compare.rows import Row, build_rows, preferred
 from workshop.errors import WorkshopError
 from workshop.gate import plausibility
@@ -182,13 +182,13 @@ def _check(flag: str, value: float) -> float:
 
 
 def _collect(path: Path, found: Inputs) -> None:
-    kind = _kind(path)
-    if kind == file_kinds.RUNS:
+    in_folder = path.is_dir() and not (path / RUN_FILE).is_file() and records.files_in(path)
+    if in_folder or path.suffix == records.SUFFIX:
         its = records.load_folder(path, Run)
         found.runs += [run for run in its if isinstance(run, RunResult)]
         of_labs = (run for run in its if isinstance(run, LabRun) and run.lab == KERNELS)
         found.kernels += [] if found.runs else map(KernelRow, of_labs)
-    elif kind == file_kinds.CEILINGS:
+    elif path.parent.name == ceilings.FOLDER:
         found.ceilings += ceilings.load(path).ceilings()
     elif path.name == "roofline.csv":
         found.ceilings += _rocprof_ceilings(path, rocprof_compute.read_roofline(path))
@@ -196,15 +196,6 @@ def _collect(path: Path, found: Inputs) -> None:
         found.tables.append((profiles.load(path), profiles.recorded_run(path)))
         if path.is_dir():
             found.ceilings += _rocprof_ceilings(path, rocprof_compute.ceilings(path))
-
-
-def _kind(path: Path) -> str:
-    """Which of this workshop's files it is, or a folder by its files; empty for a profile."""
-    if path.is_file():
-        return file_kinds.kind_of(path)
-    if (path / RUN_FILE).is_file() or not path.is_dir():
-        return ""
-    return file_kinds.RUNS if any(records.files_in(path)) else ""
 
 
 def _rocprof_ceilings(path: Path, found: list[rocprof_compute.Ceilings]) -> list[Ceiling]:
