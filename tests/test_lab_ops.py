@@ -1,6 +1,5 @@
 """The lab's operator bench: wrong operators get no time, bytes are counted right."""
 
-import dataclasses
 import importlib.util
 import re
 import shlex
@@ -19,7 +18,7 @@ from workshop.errors import ANSWER_IS_NO, DONE, WRONG_USAGE
 from workshop.labs import LabRow, LabRun, build_rows
 from workshop.profilers import load as profiles
 from workshop.results import Parity
-from workshop.roofline.model import COMPUTE, DATA_SHEET, MEASURED, MEMORY
+from workshop.roofline import model
 from workshop.run import hardware
 from workshop.run.precision import PRECISIONS
 
@@ -41,9 +40,13 @@ GBS, FP32_TFLOPS = 10.0, 0.1
 
 def measurement(**device: str) -> LabRun:
     changes = {"lab": documents.BENCH, "unit": "calls", "units_per_step": 1, "baseline": ""}
-    rates = {"ceiling_gbs": GBS, "ceiling_tflops": FP32_TFLOPS, "options": {"precision": "fp32"}}
+    rates = {
+        "ceiling_gbs": GBS,
+        "ceiling_tflops": FP32_TFLOPS,
+        "options": {"precision": "fp32", "cache_bytes": 1000},
+    }
     about = {"device": {"type": "cpu", "name": "a CPU", **device}, "gate": Parity()}
-    return lab_run(**changes, **rates, **about, memory_mb={})
+    return lab_run(**changes, **rates, **about, memory_mb={}, step_ms=[])
 
 
 @pytest.fixture(autouse=True)
@@ -102,8 +105,8 @@ def test_every_operator_is_right(op: str, precision: str) -> None:
         case = make_case("add_", "sparse", "50-33", "40")
     else:
         case = make_case(op, None, *SIZES.get(op, (DIM, None)))
-    row = bench.measure_row(case, setting(precision))
-    assert row.status == "pass" and len(row.samples_ms) == 2, row
+    run = bench.measure_row(case, setting(precision), measurement())
+    assert run.gate.status == "pass" and len(run.step_ms) == 2, run
 
 
 def test_input_dim_stands_for_both() -> None:
@@ -177,8 +180,8 @@ def like(op: str) -> Any:
 @pytest.mark.parametrize("fault", [skips_a_row, moves_another])
 def test_a_wrong_sparse_addition_is_red(fault, monkeypatch) -> None:
     monkeypatch.setattr(tensor_ops, "find_function", lambda _: fault)
-    row = bench.measure_row(make_case("add", "sparse", "50-33", "20"), setting())
-    assert row.status == "FAIL" and not row.samples_ms
+    run = bench.measure_row(make_case("add", "sparse", "50-33", "20"), setting(), measurement())
+    assert run.gate.status == "fail" and not run.step_ms
 
 
 def test_one_wrong_element_of_many_parts_is_red(monkeypatch) -> None:
@@ -234,15 +237,11 @@ def test_half_the_bytes_at_half_the_size() -> None:
 # --- physics -------------------------------------------------------------------------------------
 
 
-def timed(op: str, dims: tuple[str, str | None], ms: float, cache: int) -> tuple[str, float | None]:
-    """Status and share of the data sheet of a row with that time, on an H200 (4,800 GB/s; 66.9
-    TFLOP/s in fp32)."""
-    row = bench.new_row(make_case(op, None, *dims), setting())
-    row.samples_ms = [ms]
-    report = bench.Report([row], measurement(type="cuda", name="NVIDIA H200"), cache)
-    flagged = any(note.startswith("IMPLAUSIBLE") for note in report.notes())
-    assert flagged == (report.status(row) == "IMPLAUSIBLE")
-    return report.status(row), report.share(row, DATA_SHEET)
+def timed(op: str, dims: tuple[str, str | None], ms: float, **device: str) -> LabRun:
+    """The record of an operator with that time."""
+    run = bench.new_run(make_case(op, None, *dims), setting(), measurement(**device))
+    run.step_ms, run.gate.status = [ms], "pass"
+    return run
 
 
 @pytest.mark.parametrize(
@@ -255,19 +254,21 @@ def timed(op: str, dims: tuple[str, str | None], ms: float, cache: int) -> tuple
     ],
 )
 def test_faster_than_the_chip_is_implausible(op, dims, cache, fastest_ms) -> None:
-    assert timed(op, dims, fastest_ms * 1.01, cache)[0] == "pass"
-    assert timed(op, dims, fastest_ms * 0.99, cache)[0] == "IMPLAUSIBLE"
+    for factor, flagged in ((1.01, False), (0.99, True)):
+        run = timed(op, dims, fastest_ms * factor, type="cuda", name="NVIDIA H200")
+        run.options["cache_bytes"] = cache
+        assert any("IMPLAUSIBLE" in flag for flag in model.flags(bench.roofline([run]))) == flagged
 
 
 def test_shares_are_of_the_limit_that_the_rate_belongs_to() -> None:
-    product = bench.new_row(make_case("mm", None, "100-100", None), setting())
-    addition = bench.new_row(make_case("add", None, "100-100", None), setting())
-    product.samples_ms = addition.samples_ms = [1.0]
-    report = bench.Report([product, addition], measurement(), 0)
-    assert (product.kind, addition.kind) == (COMPUTE, MEMORY)
-    assert report.share(product, MEASURED) == pytest.approx(2e6 / 1e-3 / (FP32_TFLOPS * 1e12))
-    assert report.share(addition, MEASURED) == pytest.approx(12e4 / 1e-3 / (GBS * 1e9))
-    assert report.share(addition, DATA_SHEET) is None
+    rates = {"mm": 2e6 / 1e-3 / (FP32_TFLOPS * 1e12), "add": 12e4 / 1e-3 / (GBS * 1e9)}
+    for op, share in rates.items():
+        run = timed(op, ("100-100", None), 1.0)
+        run.metrics["cached"] = False
+        assert bench.cells(run)[3:5] == [f"{share:.1%}", "-"]
+    run = timed("add", ("4800-1000-1000", None), 24.0, type="cuda", name="NVIDIA H200")
+    run.metrics["cached"] = False
+    assert bench.cells(run)[4] == "50.0%"
 
 
 def test_the_cache_is_emptied_and_inputs_are_restored_outside_of_the_clock(monkeypatch) -> None:
@@ -293,7 +294,7 @@ def test_an_in_place_operator_begins_with_the_same_numbers_each_time(monkeypatch
         return [1.0]
 
     monkeypatch.setattr(bench, "time_calls", note)
-    bench.measure_row(case, setting())
+    bench.measure_row(case, setting(), measurement())
     (drawn,) = tensor_ops.draw(case, CPU, torch.float32)
     assert all(torch.equal(begun, drawn) for begun in begins_with) and len(begins_with) == 2
 
@@ -304,7 +305,7 @@ def test_an_in_place_operator_begins_with_the_same_numbers_each_time(monkeypatch
 def test_files_hold_every_row(tmp_path: Path, capsys) -> None:
     _, (row,) = run(tmp_path, "--op", "add_", "--input-dim", DIM, "--enable-profiling")
     text = (tmp_path / "ops.md").read_text()
-    assert re.search(r"^\| add\\_ \| 6-32-33, 6-32-33 \| \d", text, re.MULTILINE)
+    assert re.search(r"^\| add\\_ 6-32-33, 6-32-33 \| \d", text, re.MULTILINE)
     assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert "copy" in shown and "10 GB/s" in shown
@@ -329,7 +330,7 @@ def test_torch_alone_is_enough(monkeypatch, tmp_path: Path, capsys) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     words = ["--op", "sum", "--input-dim", DIM, "--output-dir", str(tmp_path)]
     assert bench.main([*SMALL, *words]) == DONE
-    assert "| sum | 6-32-33 |" in capsys.readouterr().out
+    assert "| sum 6-32-33 |" in capsys.readouterr().out
     assert not (tmp_path / "roofline.png").exists()
 
 
@@ -348,19 +349,17 @@ def raises(error: Exception) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "message"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory"), "no memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "no memory"),
-        (RuntimeError("\"add_cpu\" not implemented for 'Half'"), "skipped"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "needs about"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "needs about"),
+        (RuntimeError("\"add_cpu\" not implemented for 'Half'"), "not implemented"),
     ],
 )
-def test_a_device_that_can_not_is_no_traceback(error, status, monkeypatch) -> None:
-    case = make_case("sum", None, "4-5", None)
-    row = bench.new_row(case, setting())
+def test_a_device_that_can_not_is_no_traceback(error, message, monkeypatch) -> None:
     monkeypatch.setattr(bench, "_fill", raises(error))
-    monkeypatch.setattr(bench, "new_row", lambda *_: dataclasses.replace(row))
-    assert bench.measure_row(case, setting()).status == status
+    run = bench.measure_row(make_case("sum", None, "4-5", None), setting(), measurement())
+    assert run.status == "skipped" and message in run.error
 
 
 @pytest.mark.parametrize(

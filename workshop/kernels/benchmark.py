@@ -16,7 +16,6 @@ import argparse
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
@@ -28,6 +27,7 @@ import torch
 
 from workshop import errors, records, results, versions
 from workshop.arguments import parse
+from workshop.compare import tables
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.kernels import rows
 from workshop.kernels.calls import Setting
@@ -99,14 +99,18 @@ def _benchmark(arguments: argparse.Namespace) -> int:
     interpreted = interpreter.asked_for() or not torch.cuda.is_available()
     setting = make_setting(arguments, interpreted)
     results.prepare_folder(arguments.output_dir)
+    if arguments.drawn:
+        cases = draw_cases(arguments.op, arguments.drawn, arguments.seed)
+    else:
+        cases = make_cases(arguments.op, timed=not interpreted, quick=arguments.quick)
     first = blank(arguments, setting, interpreted)
     comparison = Comparison.of(first)
     path = records.path_in(arguments.output_dir, first.session)
     judge = Judge(setting, 0 if interpreted else arguments.rounds, first)
     interrupted = False
     try:
-        for runs in measure(arguments, judge, timed=not interpreted):
-            comparison.runs += runs
+        for case in tables.tracked(cases, "operations"):
+            comparison.runs += judge.measure(case)
             comparison.write(path)
     except KeyboardInterrupt:
         interrupted = True
@@ -151,40 +155,12 @@ def make_setting(arguments: argparse.Namespace, interpreted: bool) -> Setting:
 
 def blank(arguments: argparse.Namespace, setting: Setting, interpreted: bool) -> LabRun:
     """The record that each row begins as."""
-    record = lab_record.begin(
-        *(setting.device, setting.precision.name, "", ("--output-dir",)),
-        lab=KERNELS,
-        subject="",
-        variant="",
-        baseline=PLAIN,
-        unit="calls",
-        units_per_step=1,
-        options={"precision": setting.precision.name, "seed": arguments.seed},
-    )
+    about = setting.device, setting.precision, KERNELS
+    record = lab_record.of_calls(*about, timed=not interpreted, seed=arguments.seed)
+    record.baseline = PLAIN
     if importlib.util.find_spec("liger_kernel") is not None:
         record.software["liger_kernel"] = importlib.metadata.version("liger-kernel")
-    if not interpreted:
-        dtype = setting.precision.autocast_dtype
-        record.ceiling_gbs = hardware.measure_copy_gbs(setting.device)
-        record.ceiling_tflops = hardware.measure_matmul_tflops(setting.device, dtype)
     return record
-
-
-def measure(arguments: argparse.Namespace, judge: Judge, *, timed: bool) -> Iterator[list[LabRun]]:
-    """The records of one case after the other, with progress on a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    if arguments.drawn:
-        cases = draw_cases(arguments.op, arguments.drawn, arguments.seed)
-    else:
-        cases = make_cases(arguments.op, timed=timed, quick=arguments.quick)
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(cases))
-        for case in progress.track(cases, task_id=task):
-            progress.update(task, description=f"{case.op} {case.size}")
-            yield judge.measure(case)
 
 
 if __name__ == "__main__":

@@ -107,6 +107,9 @@ class Contest:
         self.case, self.setting = OPS[asked["op"]].make(*asked["sizes"]), setting
         self.functions = functions(self.case, setting.device)
         self._peak_mb: dict[str, float | None] = {}
+        self._found: Outcome = {}
+        self._programs: dict[str, Program] = {}
+        self._pool: Any = None
         self._release()
 
     def answer(self, message: Message, pipe: Pipe) -> None:
@@ -151,9 +154,7 @@ class Contest:
 
     def _release(self) -> Answer:
         """Frees what all contenders have prepared."""
-        self._found: Outcome = {}
-        self._programs: dict[str, Program] = {}
-        self._pool: Any = None
+        self._found, self._programs = {}, {}
         if self.setting.device.type == "cuda":
             torch.cuda.empty_cache()
             self._pool = torch.cuda.graph_pool_handle()
@@ -227,7 +228,8 @@ class Program:
         self._phase = BOTH if phase == HOST else phase
         self.sets, self.outputs = [data.fresh()], list[Outcome]()
         self._results: list[Any] = []
-        self._begin, self._run = self._forward, self._calls
+        self._begin: Callable[[], object] = self._forward
+        self._run: Callable[[], object] = self._calls
         self.note, self._busy = "", torch.empty(0)
         call_ms = self._eager_ms()
         if phase == HOST:
