@@ -476,8 +476,8 @@ def _best_kernels(folder: Path) -> str:
     rows = kernel_rows.load(folder)
     header = ["operator", "size", "V3's kernel", "fastest other", "its time", "V3 is"]
     lines = [
-        [f"`{best.op}`", best.size, f"{best.ours_ms:.3f} ms", best.contender,
-         f"{best.its_ms:.3f} ms", f"{best.gain:.2f}x as fast"]
+        [f"`{best.ours.op}`", best.ours.size, f"{best.ours.step_ms:.3f} ms", best.other.contender,
+         f"{best.other.step_ms:.3f} ms", f"{best.gain:.2f}x as fast"]
         for best in kernel_rows.against_fastest(rows)
     ]  # fmt: skip
     caption = (

@@ -329,7 +329,7 @@ def kernels(measured: Measured) -> Shown:
     gains: dict[str, float] = {}
     for path, runs in measured.all.kernels.items():
         its = list(map(Row, runs))
-        gains |= {best.op: best.gain for best in against_fastest(its)}
+        gains |= {best.ours.op: best.gain for best in against_fastest(its)}
         device = runs[0].device.get("name")
         measured.use([path], f"forward and backward, {its[0].precision}, {device}")
     if not gains:

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from stored_runs import call_run
 from test_compare import NO_TRITON
 from torch import Tensor
 
@@ -58,22 +59,8 @@ def small_case(op: str) -> cases.Case:
 
 def a_run(**changes: Any) -> LabRun:
     """A record as each row begins."""
-    run = LabRun(
-        session="20260102-030405-abcdef",
-        created="2026-01-02T03:04:05+00:00",
-        device={"type": "cuda", "name": "NVIDIA H200"},
-        software={},
-        git_commit=None,
-        lab=KERNELS,
-        subject="",
-        variant="",
-        unit="calls",
-        units_per_step=1,
-        options={"precision": "bf16"},
-        ceiling_gbs=4242.0,
-        ceiling_tflops=809.0,
-    )
-    return dataclasses.replace(run, **changes)
+    fields: dict[str, Any] = {"options": {"precision": "bf16"}, "ceiling_gbs": 4242.0}
+    return call_run(**fields | {"lab": KERNELS, "ceiling_tflops": 809.0} | changes)
 
 
 @pytest.fixture
@@ -132,7 +119,8 @@ def pretended_gpu(monkeypatch) -> Mock:
     """What the clock needs of a GPU, on a machine that has none: a graph's replay calls anew."""
     gpu = Mock()
     gpu.set_sync_debug_mode("default")
-    gpu.get_device_properties.return_value = Mock(L2_cache_size=10_000, total_memory=10**9)
+    gpu.get_device_properties.return_value = Mock(total_memory=10**9)
+    monkeypatch.setattr(contenders.hardware, "cache_bytes", lambda _: 10_000)
     for name in ("set_sync_debug_mode", "get_device_properties"):
         monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
     monkeypatch.setattr(contenders.Program, "_graph", lambda _, work: work)
@@ -181,9 +169,8 @@ def test_without_triton_nothing_runs(type_command, tmp_path) -> None:
 
 WRONG = {
     "--op softmax": "argument --op: invalid choice: 'softmax'",
-    "--rounds 0": "--rounds 0: it must lie between 1 and 10000",
-    "--drawn 0": "--drawn 0: it must lie between 1 and 1000",
-    "--seed -1": "--seed -1: it must lie between 0 and 2^63",
+    "--rounds 0": "--rounds: '0': give a whole number from 1 to",
+    "--drawn 0": "--drawn: '0': give a whole number from 1 to",
     "--precision tf32": "argument --precision: invalid choice: 'tf32'",
     "--precision fp16": "precision fp16: the CPU does not have it; choose from fp32, bf16",
     "--device tpu": "unknown device 'tpu'",
@@ -430,6 +417,20 @@ def test_a_trick_in_the_timed_run_is_found(trick: str, v3, monkeypatch, pretende
     assert found[PLAIN].verdict == "pass" and found[PLAIN].run.step_ms
 
 
+@pytest.mark.parametrize(("late", "red"), [(1, False), (2, True)])
+def test_a_machine_may_be_busy_in_fewer_than_half_of_the_turns(late: int, red: bool) -> None:
+    judge = measure.Judge(make_setting(), 3, a_run())
+    turns = measure.Turns(a_run(), 4, 0)
+    for number in range(4):
+        done = Message("answered", {"ms": 1.0})
+        seconds = 0.5 if number in range(1, 1 + late) else 0.0011
+        judge._process = Mock(answer=lambda *_, done=done: done)
+        judge._process.timed.return_value = done, seconds, None
+        turns.compared = -1
+        judge._turn(turns, number)
+    assert bool(measure.wrong_times(turns, FORWARD)) == red
+
+
 @pytest.mark.parametrize("op", cases.OPS)
 def test_the_truth_does_not_depend_on_the_parts_it_is_computed_in(op: str, v3) -> None:
     case, setting = small_case(op), make_setting()
@@ -599,13 +600,8 @@ def canned_row(
 ) -> Row:
     """A row whose samples lie around some rates, in the unit of the operation."""
     case = cases.OPS[op].make(*size)
-    amounts = case.amounts(2)
-    run = a_run(subject=f"{op}, {case.size}", variant=contender, **changes)
-    run.metrics |= amounts
-    if case.unit == GBS:
-        run.bytes_per_step = sum(amounts.values())
-    else:
-        run.flops_per_step = sum(amounts.values())
+    judge = measure.Judge(make_setting("bf16"), 0, a_run(**changes))
+    run, amounts = judge._record(case, contender), case.amounts(2)
     for (phase, amount), rate in zip(amounts.items(), rates, strict=False):
         middle = amount / rate / cases.UNITS[case.unit] * 1e3
         run.phase_ms[phase] = [middle * factor for factor in (0.98, 0.99, 1.0, 1.01, 1.02)]

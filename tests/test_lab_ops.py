@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stored_runs import lab_run
+from stored_runs import call_run
 from torch import Tensor
 
 from labs.inference_benchmark import documents
@@ -17,7 +17,6 @@ from workshop import records
 from workshop.errors import ANSWER_IS_NO, DONE, WRONG_USAGE
 from workshop.labs import LabRow, LabRun, build_rows
 from workshop.profilers import load as profiles
-from workshop.results import Parity
 from workshop.roofline import model
 from workshop.run import hardware
 from workshop.run.precision import PRECISIONS
@@ -39,21 +38,17 @@ GBS, FP32_TFLOPS = 10.0, 0.1
 
 
 def measurement(**device: str) -> LabRun:
-    changes = {"lab": documents.BENCH, "unit": "calls", "units_per_step": 1, "baseline": ""}
-    rates = {
-        "ceiling_gbs": GBS,
-        "ceiling_tflops": FP32_TFLOPS,
-        "options": {"precision": "fp32", "cache_bytes": 1000},
-    }
-    about = {"device": {"type": "cpu", "name": "a CPU", **device}, "gate": Parity()}
-    return lab_run(**changes, **rates, **about, memory_mb={}, step_ms=[])
+    rates = {"ceiling_gbs": GBS, "ceiling_tflops": FP32_TFLOPS}
+    options = {"precision": "fp32", "cache_bytes": 1000}
+    about = {"type": "cpu", "name": "a CPU", **device}
+    return call_run(lab=documents.BENCH, **rates, options=options, device=about)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No measuring of ceilings, and a small cache to empty."""
     monkeypatch.setattr(bench, "measure_ceilings", lambda _: measurement())
-    monkeypatch.setattr(bench, "cache_bytes", lambda _: 1000)
+    monkeypatch.setattr(hardware, "cache_bytes", lambda _: 1000)
 
 
 def setting(precision: str = "fp32", cache: int = 1000) -> bench.Setting:

@@ -26,7 +26,7 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 import torch
 
 from workshop import errors, records, results, versions
-from workshop.arguments import parse
+from workshop.arguments import count, parse
 from workshop.compare import tables
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.kernels import rows
@@ -35,7 +35,6 @@ from workshop.kernels.cases import OPS, PLAIN, draw_cases, make_cases
 from workshop.kernels.measure import Judge
 from workshop.kernels.rows import Row
 from workshop.labs import KERNELS, LabRun
-from workshop.records import Comparison
 from workshop.run import hardware, interpreter, lab_record
 from workshop.run.precision import get_precision
 
@@ -62,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="the first size of each operation, fewer rounds")
     add(
         "--drawn",
-        type=int,
+        type=count,
         metavar="N",
         help="N sizes drawn by --seed, of the operations in turn, in the place of ours",
     )
@@ -72,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         default="auto",
         help="of the tensors; auto is bf16 on a GPU that has it, else fp32 (default auto)",
     )
-    add("--rounds", type=int, metavar="N", help="timed turns of each (default 20; quick: 5)")
+    add("--rounds", type=count, metavar="N", help="timed turns of each (default 20; quick: 5)")
     add("--seed", type=int, default=42, help="of the sizes that --drawn draws (default 42)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
     add(
@@ -104,21 +103,21 @@ def _benchmark(arguments: argparse.Namespace) -> int:
     else:
         cases = make_cases(arguments.op, timed=not interpreted, quick=arguments.quick)
     first = blank(arguments, setting, interpreted)
-    comparison = Comparison.of(first)
     path = records.path_in(arguments.output_dir, first.session)
+    measured: list[Row] = []
     judge = Judge(setting, 0 if interpreted else arguments.rounds, first)
     interrupted = False
     try:
         for case in tables.tracked(cases, "operations"):
-            comparison.runs += judge.measure(case)
-            comparison.write(path)
+            for run in judge.measure(case):
+                records.save(run, path)
+                measured.append(Row(run))
     except KeyboardInterrupt:
         interrupted = True
-        if not comparison.runs:
+        if not measured:
             raise
     finally:
         judge.stop()
-    measured = [Row(run) for run in comparison.runs if isinstance(run, LabRun)]
     rows.show(measured)
     print(f"Written: {path}")
     if interrupted:
@@ -128,15 +127,9 @@ def _benchmark(arguments: argparse.Namespace) -> int:
 
 
 def make_setting(arguments: argparse.Namespace, interpreted: bool) -> Setting:
-    """Raises WorkshopError for a device, precision, seed or count that can't be."""
+    """Raises WorkshopError for a device or precision that can't be."""
     if arguments.rounds is None:
         arguments.rounds = 5 if arguments.quick else 20
-    if not 1 <= arguments.rounds <= 10000:
-        raise WorkshopError(f"--rounds {arguments.rounds}: it must lie between 1 and 10000")
-    if not 0 <= arguments.seed < 2**63:
-        raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
-    if arguments.drawn is not None and not 1 <= arguments.drawn <= 1000:
-        raise WorkshopError(f"--drawn {arguments.drawn}: it must lie between 1 and 1000")
     if arguments.drawn and interpreted:
         raise NotOnThisMachine("--drawn: these sizes take a GPU, and the kernels are interpreted")
     name = "cpu" if interpreted and arguments.device == "auto" else arguments.device

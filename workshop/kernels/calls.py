@@ -28,10 +28,6 @@ class Setting:
     precision: Precision
     stream: torch.cuda.Stream | None = None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.precision.autocast_dtype or torch.float32
-
 
 @dataclass(frozen=True)
 class Data:
@@ -73,7 +69,7 @@ def _copy(tensor: Tensor, requires_grad: bool) -> Tensor:
 def draw_data(case: Case, setting: Setting, seed: int) -> Data:
     """Random arguments and upstream gradients, those of heads laid out as the model has them."""
     generator = torch.Generator(setting.device).manual_seed(seed)
-    draw = Draw(setting.device, setting.dtype, generator)
+    draw = Draw(setting.device, setting.precision.dtype, generator)
     arguments = tuple(
         tensor.requires_grad_(wanted)
         for tensor, wanted in zip(case.draw(draw), case.differentiable, strict=True)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from workshop import errors
-from workshop.gate import plausibility
 from workshop.judge.pipe import Message, Pipe
 from workshop.kernels.calls import (
     Data,
@@ -46,7 +45,7 @@ from workshop.kernels.cases import (
     Case,
     Function,
 )
-from workshop.run import trainer
+from workshop.run import hardware, trainer
 from workshop.run.precision import PRECISIONS
 from workshop.run.timing import StepClock
 
@@ -234,7 +233,7 @@ class Program:
         call_ms = self._eager_ms()
         if phase == HOST:
             return
-        cache = _cache_bytes(setting.device)
+        cache = hardware.cache_bytes(setting.device)
         number = _how_many(data.bytes, kept_mb, call_ms, cache, setting.device)
         self.sets = [data.fresh() for _ in range(number)]
         self._begin()
@@ -337,13 +336,6 @@ class Program:
 def _filler(number: int, device: torch.device) -> Tensor:
     """A tensor of so many bytes."""
     return torch.ones(number // 4, device=device)
-
-
-def _cache_bytes(device: torch.device) -> int:
-    """The last-level cache."""
-    if torch.version.hip:  # whose properties leave out the cache between L2 and memory
-        return int(plausibility.LAST_LEVEL_CACHE_BYTES)
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def _how_many(

@@ -480,7 +480,7 @@ def run_specimens(chip: Chip, arithmetic: Precision, config: str, wanted: str) -
     """All launches at one size. A specimen that fails is there under its own name, besides what it
     had launched before."""
     arithmetic.set_matmul_mode()
-    dtype = arithmetic.autocast_dtype or torch.float32
+    dtype = arithmetic.dtype
     with compiling(chip, wanted) as launches:
         for name, call in specimens(presets.get_preset(config), dtype).items():
             try:

@@ -200,7 +200,7 @@ class Judge:
         return runs
 
     def _record(self, case: Case, name: str) -> LabRun:
-        amounts = case.amounts(self.setting.dtype.itemsize)
+        amounts = case.amounts(self.setting.precision.dtype.itemsize)
         run = dataclasses.replace(
             copy.deepcopy(self._blank), subject=f"{case.op}, {case.size}", variant=name
         )

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from workshop import records
 from workshop.compare.tables import Line, Table, number, print_tables
@@ -119,42 +120,35 @@ def by_op(rows: list[Row]) -> list[list[Row]]:
     return [[row for row in rows if row.op == op] for op in dict.fromkeys(r.op for r in rows)]
 
 
-@dataclass(frozen=True)
-class Best:
-    """Our operator at its largest size beside the fastest right contender there: forward and
-    backward pass together."""
+class Best(NamedTuple):
+    """Our operator at one size beside the fastest right contender there: forward and backward pass
+    together."""
 
-    op: str
-    size: str
-    ours_ms: float
-    contender: str
-    its_ms: float
+    ours: Row
+    other: Row
 
     @property
     def gain(self) -> float:
         """How many times as fast ours is."""
-        return self.its_ms / self.ours_ms
+        return (self.other.step_ms or math.inf) / (self.ours.step_ms or math.inf)
 
 
 def against_fastest(rows: list[Row]) -> list[Best]:
-    """One for each operator that has a time."""
-    found = []
-    for group in by_op([row for row in rows if row.run.phase_ms]):
-        size = max(group, key=lambda row: sum(row.amounts.values())).size
-        found += at_each_size([row for row in group if row.size == size])
-    return found
+    """Each operator that has a time, at its largest size."""
+    found = {}
+    for best in sorted(at_each_size(rows), key=lambda best: sum(best.ours.amounts.values())):
+        found[best.ours.op] = best
+    return [found[op] for op in dict.fromkeys(row.op for row in rows) if op in found]
 
 
 def at_each_size(rows: list[Row]) -> list[Best]:
     """Ours and the fastest other one at each size of each operator."""
     found = []
     for subject in dict.fromkeys(row.run.subject for row in rows):
-        own = [row for row in rows if row.run.subject == subject]
-        times = {row.contender: row.step_ms or math.inf for row in own if row.run.phase_ms}
-        ours = times.pop(OURS, None)
-        if ours is not None and times:
-            best = min(times, key=lambda contender: times[contender])
-            found.append(Best(own[0].op, own[0].size, ours, best, times[best]))
+        timed = [row for row in rows if row.run.subject == subject and row.step_ms]
+        others = [row for row in timed if row.contender != OURS]
+        for ours in (row for row in timed if row.contender == OURS and others):
+            found.append(Best(ours, min(others, key=lambda row: row.step_ms or math.inf)))
     return found
 
 
@@ -232,9 +226,9 @@ def behind(rows: list[Row]) -> list[str]:
     found = at_each_size(rows)
     slower = sorted((one for one in found if one.gain < 1), key=lambda one: one.gain)
     lines = [
-        f"  {one.op} at {one.size}: {one.ours_ms:.4f} ms, {one.contender} {one.its_ms:.4f} ms "
-        f"({one.gain:.2f}x)"
-        for one in slower
+        f"  {best.ours.op} at {best.ours.size}: {best.ours.step_ms:.4f} ms, "
+        f"{best.other.contender} {best.other.step_ms:.4f} ms ({best.gain:.2f}x)"
+        for best in slower
     ]
     head = f"{OURS} is the fastest at {len(found) - len(slower)} of {len(found)} sizes"
     return [head + (", not at" if slower else ""), *lines] if found else []

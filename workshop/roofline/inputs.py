@@ -11,7 +11,6 @@ from pathlib import Path
 from workshop import records, results
 from workshop.compare.rows import Row, build_rows, preferred
 from workshop.errors import WorkshopError
-from workshop.gate import plausibility
 from workshop.kernels.cases import OURS, TFLOPS
 from workshop.kernels.rows import Row as KernelRow
 from workshop.labs import KERNELS, LabRun
@@ -25,7 +24,7 @@ from workshop.profilers.table import Kernel, KernelTable
 from workshop.results import Run, RunResult, model_sizes
 from workshop.roofline import ceilings, model
 from workshop.roofline.model import MAIN_MEMORY, MEASURED, Ceiling, Point, Roofline
-from workshop.run import flops
+from workshop.run import chips, flops
 from workshop.run.precision import LADDER
 
 STEP, FORWARD, BACKWARD, ADAMW = "step", "forward", "backward", "AdamW"
@@ -299,7 +298,7 @@ def _run_points(label: str, row: Row, run: RunResult, *, parts: bool) -> Iterato
 def _fills_memory(parameters: int) -> bool:
     """Whether weights, gradients and moments are too large for any cache, which could keep them
     from one part of a step to the next."""
-    return parameters * flops.ADAMW_STATE_BYTES_PER_PARAMETER > plausibility.LAST_LEVEL_CACHE_BYTES
+    return parameters * flops.ADAMW_STATE_BYTES_PER_PARAMETER > chips.LAST_LEVEL_CACHE_BYTES
 
 
 # --- kernels -------------------------------------------------------------------------------------

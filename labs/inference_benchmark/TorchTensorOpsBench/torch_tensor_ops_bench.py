@@ -45,9 +45,7 @@ from workshop.arguments import count, parse  # noqa: E402
 from workshop.compare import tables  # noqa: E402
 from workshop.compare.tables import Line, Table  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
-from workshop.gate import plausibility  # noqa: E402
 from workshop.labs import LabRow, LabRun  # noqa: E402
-from workshop.records import Comparison  # noqa: E402
 from workshop.results import FAIL, PASS, SKIPPED, Parity  # noqa: E402
 from workshop.roofline import ceilings, model  # noqa: E402
 from workshop.roofline.model import COMPUTE, DATA_SHEET, MEMORY, Point, Roofline  # noqa: E402
@@ -79,17 +77,13 @@ class Setting:
     traces: Path | None
     """The folder for traces of torch.profiler; None: nothing is profiled."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.precision.autocast_dtype or torch.float32
-
 
 def new_run(case: Case, setting: Setting, blank: LabRun) -> LabRun:
     """The record of an operator at one size, whose step is a call."""
     suffix = "(sparse)" * case.sparse + f"({setting.precision.name})" * setting.append_dtype
     categories = {MATRIX: "GEMM", COPY: "copy"}
     category = "other" if case.sparse else categories.get(case.op.kind, "elementwise")
-    amounts = tensor_ops.count_amounts(case, setting.dtype)
+    amounts = tensor_ops.count_amounts(case, setting.precision.dtype)
     return dataclasses.replace(
         copy.deepcopy(blank),
         variant=f"{case.method}{suffix} {case.shapes}",
@@ -131,7 +125,7 @@ def needed_bytes(case: Case, written: int, setting: Setting) -> int:
     (About: how much a check takes depends on PyTorch.)"""
     drawn = sum(math.prod(dim) for dim in case.dims)
     restored = math.prod(case.dims[0]) if case.inplace else 0
-    tensors = (drawn + restored) * setting.dtype.itemsize + written
+    tensors = (drawn + restored) * setting.precision.dtype.itemsize + written
     return tensors + 2 * 8 * tensor_ops.checked_elements(case) + 2 * setting.cache
 
 
@@ -141,11 +135,11 @@ def _no_memory(needed: int, free: int | None) -> str:
 
 
 def _fill(run: LabRun, case: Case, setting: Setting) -> None:
-    inputs = tensor_ops.draw(case, setting.device, setting.dtype)
+    inputs = tensor_ops.draw(case, setting.device, setting.precision.dtype)
     original = inputs[0].clone() if case.inplace else inputs[0]
     call = partial(tensor_ops.find_function(case), *inputs)
     roundoff = setting.precision.unit_roundoff
-    allowed = tensor_ops.allowed_roundings(case, setting.dtype, roundoff)
+    allowed = tensor_ops.allowed_roundings(case, setting.precision.dtype, roundoff)
     error = tensor_ops.error_roundings(case, [original, *inputs[1:]], call(), roundoff)
     (finite,) = results.finite([error])
     run.gate = Parity("pass", reference="the same operator in float64")
@@ -202,18 +196,6 @@ def write_trace(call: Callable[[], object], setting: Setting, name: str, folder:
     with results.atomic_path(path) as temporary:
         profiler.export_chrome_trace(str(temporary))
     return str(path)
-
-
-def cache_bytes(device: torch.device) -> int:
-    """The last-level cache; where the system does not say, more than most have."""
-    unknown = int(plausibility.LAST_LEVEL_CACHE_BYTES)
-    if device.type == "cuda":  # ROCm leaves out the cache between L2 and memory
-        return (
-            unknown if torch.version.hip else torch.cuda.get_device_properties(device).L2_cache_size
-        )
-    listed = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
-    size = listed.read_text().strip() if listed.is_file() else ""
-    return int(size[:-1]) * 1024 if re.fullmatch(r"\d+K", size) else unknown
 
 
 # --- limits ------------------------------------------------------------------------------------
@@ -304,10 +286,7 @@ def table(runs: Sequence[LabRun]) -> Table:
 
 def write(runs: list[LabRun], folder: Path) -> list[Path]:
     """Writes the result file, a table, and a picture where there is matplotlib and a time."""
-    comparison = Comparison.of(runs[0])
-    comparison.runs += runs
-    path = records.path_in(folder, comparison.session)
-    comparison.write(path)
+    (path,) = {records.add(run, folder) for run in runs}
     markdown = tables.markdown([table(runs)], heading="#") + "\n"
     contents: dict[Path, results.Content] = {folder / "ops.md": markdown}
     picture, drawn = folder / "roofline.png", roofline(runs)
@@ -392,7 +371,7 @@ def _benchmark(arguments: argparse.Namespace) -> int:
     setting = Setting(
         device,
         precision,
-        cache_bytes(device),
+        hardware.cache_bytes(device),
         arguments.num_iters,
         arguments.num_warmup_iters,
         arguments.append_dtype,
