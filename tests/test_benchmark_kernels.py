@@ -334,22 +334,15 @@ def test_a_process_that_ends_is_the_fault_of_who_was_asked(monkeypatch) -> None:
 def test_a_rival_may_overwrite_its_arguments_without_harm_to_others(v3) -> None:
     """As Liger's in-place kernels do."""
 
-    def overwriting(gate: Tensor, up: Tensor) -> Tensor:
-        result = torch.nn.functional.silu(gate) * up
-        gate.data.zero_()
-        return result.detach().requires_grad_() + 0 * (gate + up).sum()
-
     def stamp(gate: Tensor, up: Tensor) -> Tensor:
         result: Tensor = v3.swiglu(gate, up.clone())
         up.data.zero_()
         return result
 
-    rivals = {"a": overwriting, "b": stamp, "c": v3.swiglu}
+    rivals = {"a": stamp, "b": v3.swiglu}
     found = judged(dataclasses.replace(small_case("swiglu"), rivals=rivals))
-    assert float(str(found["a"].run.gate.measures["y"]["error"])) < 1e-6
-    assert found["a"].verdict == "FAIL"  # for its gradients
-    assert (found["b"].verdict, found["b"].note[:10]) == ("pass", "overwrites")
-    assert (found["c"].verdict, found["c"].note) == ("pass", "")
+    assert (found["a"].verdict, found["a"].note[:10]) == ("pass", "overwrites")
+    assert (found["b"].verdict, found["b"].note) == ("pass", "")
 
 
 # --- tricks ----------------------------------------------------------------------------------
@@ -591,30 +584,17 @@ def test_each_call_of_a_sample_has_arguments_and_no_cache_holds_all(pretended_gp
 
 
 def canned_row(
-    op: str,
-    size: tuple[int, ...],
-    contender: str,
-    rates: tuple[float, ...],
-    failure: str = "",
-    **changes: Any,
+    op: str, size: tuple[int, ...], contender: str, rates: tuple[float, ...], **changes: Any
 ) -> Row:
     """A row whose samples lie around some rates, in the unit of the operation."""
     case = cases.OPS[op].make(*size)
-    judge = measure.Judge(make_setting("bf16"), 0, a_run(**changes))
-    run, amounts = judge._record(case, contender), case.amounts(2)
-    for (phase, amount), rate in zip(amounts.items(), rates, strict=False):
+    run = measure.Judge(make_setting("bf16"), 0, a_run(**changes))._record(case, contender)
+    for (phase, amount), rate in zip(case.amounts(2).items(), rates, strict=False):
         middle = amount / rate / cases.UNITS[case.unit] * 1e3
         run.phase_ms[phase] = [middle * factor for factor in (0.98, 0.99, 1.0, 1.01, 1.02)]
     run.step_ms = list(map(sum, zip(*run.phase_ms.values(), strict=True)))
-    if failure:
-        run.gate = Parity("fail", [failure])
-    elif rates:
-        measures = {"y": (1.7e-3, 1.1e-2), "gradient of x": (2.1e-3, 1.2e-2)}
-        run.gate = Parity("pass")
-        run.gate.measures |= {
-            name: {"error": error, "allowed": allowed}
-            for name, (error, allowed) in measures.items()
-        }
+    if rates:
+        run.gate = Parity("pass", measures={"y": {"error": 2.1e-3, "allowed": 1.2e-2}})
     return Row(run)
 
 
@@ -622,6 +602,7 @@ def canned_row(
 def canned() -> list[Row]:
     """Rates of the published anchors, where there are some."""
     norm, long = (16384, 4096), (1, 16384, 16, 8, 64)
+    off = Parity("fail", ["out is off by 3e-1"])
     head = ("linear_cross_entropy", (8192, 1024, 32000))
     waits = "forward + backward timed launch by launch: it waits for the device"
     ours = canned_row("rms_norm", (8192, 1024), OURS, (2900.0, 1500.0))
@@ -633,7 +614,7 @@ def canned() -> list[Row]:
         canned_row("rms_norm", (8192, 1024), "Liger", (495.0, 312.0)),
         fast,
         canned_row("rms_norm", norm, "Liger", (), status="skipped", error="not installed"),
-        canned_row("flash_attention", long, OURS, (), "out is off by 3e-1", status="gate failed"),
+        canned_row("flash_attention", long, OURS, (), gate=off, status="gate failed"),
         canned_row("flash_attention", long, "SDPA cuDNN", (434.0, 428.0)),
         canned_row(*head, OURS, (450.0,), memory_mb={"peak": 550.0}),
         canned_row(*head, "Liger", (210.0,), memory_mb={"peak": 410.0}, metrics={"note": waits}),

@@ -15,6 +15,7 @@ from workshop.compare import lab_table, tables
 from workshop.compare.markdown import code, escape, fill_last_column
 from workshop.compare.markdown import table as markdown_table
 from workshop.compare.rows import ratio
+from workshop.compare.tables import Line, Table
 from workshop.errors import WorkshopError
 from workshop.labs import LabRow, LabRun
 from workshop.run.timing import Ratio
@@ -224,13 +225,13 @@ def _pair(rows: Sequence[LabRow]) -> Pair | None:
 def _operators(runs: Sequence[LabRun]) -> str:
     """The newest run of each kind: each operator's rate, and its share of the ceiling."""
     found = labs.newest(run for run in runs if run.lab == BENCH)
-    header = ["operator", "verdict", "rate", "of ceiling"]
-    blocks = []
-    for rows in (its for group in found for its in _by_subject(group)):
-        lines = [list(map(escape, _operator(row))) for row in rows]
-        heading = f"### {escape(lab_table.title(rows))}"
-        blocks.append(f"{heading}\n\n{markdown_table(header, lines, (0, 1))}")
-    return "\n\n".join(blocks) or lab_table.not_measured(PREDEFINED)
+    header = ("operator", "verdict", "rate", "of ceiling")
+    shown = [
+        Table(lab_table.title(rows), header, [Line(_operator(row)) for row in rows], left=(0, 1))
+        for group in found
+        for rows in _by_subject(group)
+    ]
+    return tables.markdown(shown) or lab_table.not_measured(PREDEFINED)
 
 
 def _operator(row: LabRow) -> list[str]:

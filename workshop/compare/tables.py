@@ -96,7 +96,7 @@ def terminal() -> Any:
     return Console(width=_WIDTH_OF_A_FILE, highlight=False, markup=False)
 
 
-def tracked(items: Sequence[T], what: str) -> Iterable[T]:
+def tracked(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
     """The items, with progress where stderr is a terminal and there is rich."""
     if importlib.util.find_spec("rich") is None:
         return items
@@ -104,7 +104,9 @@ def tracked(items: Sequence[T], what: str) -> Iterable[T]:
     from rich.progress import track
 
     console = Console(stderr=True)
-    return track(items, what, console=console, disable=not console.is_terminal, transient=True)
+    return track(
+        items, what, total, console=console, disable=not console.is_terminal, transient=True
+    )
 
 
 def markdown(tables: Iterable[Table], heading: str = "###") -> str:

@@ -34,7 +34,7 @@ from workshop.kernels.calls import Setting
 from workshop.kernels.cases import OPS, PLAIN, draw_cases, make_cases
 from workshop.kernels.measure import Judge
 from workshop.kernels.rows import Row
-from workshop.labs import KERNELS, LabRun
+from workshop.labs import KERNELS
 from workshop.run import hardware, interpreter, lab_record
 from workshop.run.precision import get_precision
 
@@ -102,7 +102,11 @@ def _benchmark(arguments: argparse.Namespace) -> int:
         cases = draw_cases(arguments.op, arguments.drawn, arguments.seed)
     else:
         cases = make_cases(arguments.op, timed=not interpreted, quick=arguments.quick)
-    first = blank(arguments, setting, interpreted)
+    about = setting.device, setting.precision, KERNELS
+    first = lab_record.of_calls(*about, timed=not interpreted, seed=arguments.seed)
+    first.baseline = PLAIN
+    if importlib.util.find_spec("liger_kernel") is not None:
+        first.software["liger_kernel"] = importlib.metadata.version("liger-kernel")
     path = records.path_in(arguments.output_dir, first.session)
     measured: list[Row] = []
     judge = Judge(setting, 0 if interpreted else arguments.rounds, first)
@@ -144,16 +148,6 @@ def make_setting(arguments: argparse.Namespace, interpreted: bool) -> Setting:
     precision = get_precision(arguments.precision, device)
     precision.set_matmul_mode()
     return Setting(device, precision)
-
-
-def blank(arguments: argparse.Namespace, setting: Setting, interpreted: bool) -> LabRun:
-    """The record that each row begins as."""
-    about = setting.device, setting.precision, KERNELS
-    record = lab_record.of_calls(*about, timed=not interpreted, seed=arguments.seed)
-    record.baseline = PLAIN
-    if importlib.util.find_spec("liger_kernel") is not None:
-        record.software["liger_kernel"] = importlib.metadata.version("liger-kernel")
-    return record
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from torch import Tensor
 
 from workshop import errors, results, versions
 from workshop.arguments import parse
+from workshop.compare import tables
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.run import presets
 from workshop.run.precision import PRECISIONS, Precision
@@ -521,17 +522,10 @@ def inspect_all(arguments: argparse.Namespace) -> list[Answer]:
     Raises:
         CompilerCrashed: and all other targets' kernels are not shown either.
     """
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
     threads = ThreadPoolExecutor(os.cpu_count())
     try:
         found = threads.map(lambda target: _in_process(target, arguments), arguments.target)
-        return list(
-            track(found, "compiling", len(arguments.target), console=console,
-                  disable=not console.is_terminal)
-        )  # fmt: skip
+        return list(tables.tracked(found, "compiling", len(arguments.target)))
     finally:
         threads.shutdown(cancel_futures=True)
 
