@@ -202,7 +202,7 @@ def test_compiled_kernels_can_not_run_on_the_cpu(monkeypatch, capsys) -> None:
     assert "--device cpu: the kernels of version v3 are compiled" in capsys.readouterr().err
 
 
-def test_what_was_completed_before_ctrl_c_is_saved(tmp_path, monkeypatch, capsys) -> None:
+def test_what_was_completed_is_saved_and_a_wrong_one_is_a_no(tmp_path, monkeypatch, capsys) -> None:
     complete = a_run(subject="rms_norm, size", variant=OURS, step_ms=[1.0])
     answers = [[complete], KeyboardInterrupt, KeyboardInterrupt]
     monkeypatch.setattr(measure.Judge, "measure", Mock(side_effect=answers))
@@ -213,6 +213,10 @@ def test_what_was_completed_before_ctrl_c_is_saved(tmp_path, monkeypatch, capsys
     assert tool.main([*words, str(tmp_path / "b")]) == 130  # nothing at all was completed
     assert "nothing saved" in capsys.readouterr().err
     assert not records.files_in(tmp_path / "b")
+    wrong = dataclasses.replace(complete, gate=Parity("fail", ["y is off"]), status="gate failed")
+    monkeypatch.setattr(measure.Judge, "measure", lambda *_: [wrong])
+    assert tool.main([*words, str(tmp_path / "c")]) == 1
+    assert f"{OURS} FAIL: y is off" in capsys.readouterr().out
 
 
 # --- planted faults --------------------------------------------------------------------------
@@ -329,20 +333,6 @@ def test_a_process_that_ends_is_the_fault_of_who_was_asked(monkeypatch) -> None:
     found = [Row(run) for run in judge.measure(small_case("swiglu"))]
     assert [row.verdict for row in found] == ["FAIL", *["skipped"] * (len(found) - 1)]
     assert all("crashed with SIGABRT" in row.note for row in found)
-
-
-def test_a_rival_may_overwrite_its_arguments_without_harm_to_others(v3) -> None:
-    """As Liger's in-place kernels do."""
-
-    def stamp(gate: Tensor, up: Tensor) -> Tensor:
-        result: Tensor = v3.swiglu(gate, up.clone())
-        up.data.zero_()
-        return result
-
-    rivals = {"a": stamp, "b": v3.swiglu}
-    found = judged(dataclasses.replace(small_case("swiglu"), rivals=rivals))
-    assert (found["a"].verdict, found["a"].note[:10]) == ("pass", "overwrites")
-    assert (found["b"].verdict, found["b"].note) == ("pass", "")
 
 
 # --- tricks ----------------------------------------------------------------------------------
@@ -522,30 +512,6 @@ def test_all_phases_of_all_right_contenders_are_timed(op: str, v3, pretended_gpu
     assert pretended_gpu.set_sync_debug_mode.call_args.args == ("default",)
 
 
-def test_a_run_with_a_gpu_shows_and_writes_what_it_timed(
-    v3, pretended_gpu, monkeypatch, tmp_path, capsys
-) -> None:
-    make_cases = cases.make_cases
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.delenv("TRITON_INTERPRET")
-    monkeypatch.setattr(tool, "make_setting", lambda *_: make_setting())
-    monkeypatch.setattr(tool.hardware, "measure_copy_gbs", lambda *_: 4000.0)
-    monkeypatch.setattr(tool.hardware, "measure_matmul_tflops", lambda *_: 800.0)
-    monkeypatch.setattr(measure, "start_contenders", InAThread)
-    monkeypatch.setattr(
-        tool, "make_cases", lambda ops, **_: make_cases(ops, timed=False, quick=True)
-    )
-    monkeypatch.setattr(v3, "rms_norm", lambda x, weight, eps: x * weight)
-    words = ["--op", "rms_norm", "linear_cross_entropy", "--rounds", "2"]
-    monkeypatch.setattr(tool.results, "describe_software", dict)
-    assert tool.main([*words, "--output-dir", str(tmp_path)]) == 1
-    printed = capsys.readouterr().out
-    assert f"{OURS} FAIL: y is off" in printed and rows.NOTHING_TIMED not in printed
-    for row in rows.load(tmp_path):
-        wanted = {*row.amounts, HOST} if row.verdict == "pass" else set()
-        assert set(row.run.phase_ms) == wanted and row.timed
-
-
 def test_a_contender_that_waits_for_the_device_is_timed_launch_by_launch(v3, pretended_gpu) -> None:
     def failing(message: str) -> Callable[..., Tensor]:
         def call(gate: Tensor, up: Tensor) -> Tensor:
@@ -691,12 +657,12 @@ def test_every_kernel_is_right_and_timed_at_a_plausible_rate(type_command, tmp_p
     for row in found:
         if row.verdict == "pass":
             assert set(row.run.phase_ms) == {*row.amounts, HOST}, row.note
-            assert row.run.memory_mb or "overwrites" in row.note
+            assert row.run.memory_mb
             assert row.run.audit.status == "pass" and row.run.judge_ms
     verdicts = {(row.op, row.contender): row.verdict for row in found}
     assert {verdicts[op, name] for op in cases.OPS for name in (OURS, PLAIN)} == {"pass"}
     notes = [row.note for row in found if row.contender in (OURS, PLAIN, "torch.compile")]
-    assert not any(notes), notes  # all captured, none overwrites
+    assert not any(notes), notes  # all captured
 
 
 @pytest.mark.gpu

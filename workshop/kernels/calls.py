@@ -57,10 +57,6 @@ class Data:
         for tensor, source, moves in zip(self.tensors, original.tensors, wants, strict=True):
             tensor.data.copy_(source.data.roll(index) if moves and index else source.data)
 
-    def differs(self, original: "Data") -> bool:
-        pairs = zip(self.tensors, original.tensors, strict=True)
-        return any(not torch.equal(tensor, source) for tensor, source in pairs)
-
 
 def _copy(tensor: Tensor, requires_grad: bool) -> Tensor:
     return tensor.detach().clone().requires_grad_(requires_grad)

@@ -250,8 +250,6 @@ class Judge:
         run.gate.reference = "the plain version in float64"
         if run.gate.status == "pass" and answer.values.get("peak_mb"):
             run.memory_mb = {"peak": _number(answer, "peak_mb")}
-        if run.gate.status == "pass" and answer.values.get("overwrites"):
-            add_note(run, "overwrites its arguments or the gradient that it is given")
 
     def _sketches(self, run: LabRun, index: int | None) -> tuple[dict[str, Tensor], int]:
         """Those of the check (None) or of a timed call, and their seed."""

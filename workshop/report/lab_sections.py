@@ -42,11 +42,11 @@ def _section(anchor: str, rows: list[LabRow], files: dict[int, StoredLab]) -> Se
     section.tables.append(with_column("How fast, and proven", table, "result files", last))
     section.sentences += table.notes
     for row, own in zip(rows, found, strict=True):
-        section.alarms += _alarms(row, section.title, own)
+        section.alarms += alarms(row, section.title, own)
     return section
 
 
-def _alarms(row: LabRow, title: str, files: tuple[Link, ...]) -> Iterator[Alarm]:
+def alarms(row: LabRow, title: str, files: tuple[Link, ...]) -> Iterator[Alarm]:
     if row.failed:
         yield Alarm(FAIL, f"{title}: {lab_table.failure(row)}", files)
     for line in lab_table.implausible(row):

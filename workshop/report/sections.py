@@ -1,7 +1,7 @@
 """The parts of a report beside the ladders: profiles, V3's benchmark, the harness's own cost."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from workshop import results
@@ -9,17 +9,19 @@ from workshop.collection import Collection, Profile, distinct_names
 from workshop.compare.rows import size_name
 from workshop.errors import WorkshopError
 from workshop.kernels import rows
+from workshop.kernels.cases import OURS
 from workshop.kernels.rows import Row
+from workshop.labs import LabRow
 from workshop.profilers import advisor, kernel_file, show
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import display_name, printable
 from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import KernelTable
-from workshop.report import charts, parts
+from workshop.report import charts, lab_sections, parts
 from workshop.report.parts import Alarm, Cell, Line, Link, Section, Table, add_roofline, cells
 from workshop.report.pictures import Picture
-from workshop.results import FAIL, SKIPPED
+from workshop.results import SKIPPED
 
 HARNESS = "harness"
 """Of a results folder: the records of what the harness adds to a step."""
@@ -157,20 +159,13 @@ def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Se
         ]
         section.tables.append(Table(printable(table.title), list(table.header), lines, texts=2))
         section.sentences += [printable(f"{group[0].op}: {note}") for note in table.notes]
-        section.alarms += _benchmark_alarms(group, section.links)
+        for row in group:
+            if row.contender == OURS or row.run.plausibility:
+                found = LabRow((row.run,), of=row.run.subject)
+                section.alarms += lab_sections.alarms(found, section.title, section.links)
     section.sentences.append(printable(rows.summary(Row(first))))
     add_roofline(section, section.title, [path], folder_of(path, collection), in_words=False)
     return str(first.device["name"]), section
-
-
-def _benchmark_alarms(group: list[Row], links: tuple[Link, ...]) -> Iterator[Alarm]:
-    for row in group:
-        if row.failed:
-            text = printable(f"{row.op} {row.size}, {row.contender}: {row.note or row.verdict}")
-            yield Alarm(FAIL, text, links)
-        for sentence in row.implausible():
-            text = printable(f"{row.op}: {sentence}").replace(f"{parts.IMPLAUSIBLE}: ", "")
-            yield Alarm(parts.IMPLAUSIBLE, text, links)
 
 
 def _harness_cost(anchor: str, folder: Path) -> tuple[str, Section]:
