@@ -1,4 +1,4 @@
-"""What the benchmark measures: the operations, their sizes, and their rivals.
+"""The operations that the benchmark measures, their sizes, and their rivals.
 
 Each function below describes one operation at one size: random arguments, V3's kernel, a plain
 version, which is the reference, the rivals, and the least work that a call must do. The work is
@@ -471,7 +471,7 @@ OPS = {
 
 
 def draw_cases(ops: list[str], number: int, seed: int) -> list[Case]:
-    """So many cases at sizes that no tile was tuned for, of the operations in turn."""
+    """Cases at `number` sizes that no tile was tuned for, of the operations in turn."""
     random = Random(seed)
     names = sorted((ops[i % len(ops)] for i in range(number)), key=list(OPS).index)
     return [OPS[name].make(*OPS[name].draw(random)) for name in names]

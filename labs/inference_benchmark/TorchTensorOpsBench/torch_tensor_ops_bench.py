@@ -65,7 +65,7 @@ IMPLAUSIBLE = "IMPLAUSIBLE"
 
 @dataclass(frozen=True)
 class Setting:
-    """What holds for all rows."""
+    """The settings of all rows."""
 
     device: torch.device
     precision: Precision
