@@ -47,7 +47,7 @@ from workshop.compare.rows import (  # noqa: E402
 from workshop.compare.waterfall import Waterfall  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
 from workshop.exercises import index, sheet  # noqa: E402
-from workshop.kernels import benchmark  # noqa: E402
+from workshop.kernels import rows as kernel_rows  # noqa: E402
 from workshop.profilers import advisor, show  # noqa: E402
 from workshop.profilers.load import load, recorded_run  # noqa: E402
 from workshop.report import content, doc_images, pages, sections  # noqa: E402
@@ -157,8 +157,7 @@ def render(collection: Collection) -> dict[Path, str]:
         _read(lab_documents.CHECKLIST), lab_documents.TECHNIQUES, lab_documents.CHECKLIST
     )
     lab_runs = [one.run for one in collection.lab_runs]
-    benches = [one.bench for one in collection.operators]
-    parts |= lab_documents.parts(lab_runs, benches, techniques)
+    parts |= lab_documents.parts(lab_runs, techniques)
     parts |= training_documents.parts(lab_runs) | pipeline_documents.parts(lab_runs)
     parts |= text_documents.parts(lab_runs)
     parts |= scaling_documents.parts(lab_runs, REFERENCE)
@@ -464,29 +463,28 @@ def _performance(collection: Collection) -> dict[Path, str]:
         full = FULL_REPORT.relative_to(ROOT).as_posix()
         parts += ["## The ladder at a glance", f"{report.glance.caption}:"]
         parts.append(table.replace("](#", f"]({full}#"))
-    for path in sorted(REFERENCE.glob("*/kernels/kernels.json")):
-        parts.append(_best_kernels(path))
-    for path in sorted(REFERENCE.glob("*/kernels_drawn/kernels.json")):
-        parts.append(_drawn_kernels(path))
+    parts += map(_best_kernels, sorted(REFERENCE.glob("*/kernels")))
+    parts += map(_drawn_kernels, sorted(REFERENCE.glob("*/kernels_drawn")))
     return {
         ROOT / "PERFORMANCE_RESULTS.md": "\n\n".join(parts) + "\n",
         FULL_REPORT: pages.markdown_page(report, REFERENCE, introduction=INTRODUCTION),
     }
 
 
-def _best_kernels(path: Path) -> str:
+def _best_kernels(folder: Path) -> str:
     """V3's operators at the largest size of each against the fastest right contender there."""
-    rows, run = benchmark.load(path)
+    rows = kernel_rows.load(folder)
     header = ["operator", "size", "V3's kernel", "fastest other", "its time", "V3 is"]
     lines = [
-        [f"`{best.op}`", best.size, f"{best.ours_ms:.3f} ms", best.contender,
-         f"{best.its_ms:.3f} ms", f"{best.gain:.2f}x as fast"]
-        for best in benchmark.against_fastest(rows)
+        [f"`{best.ours.op}`", best.ours.size, f"{best.ours.step_ms:.3f} ms", best.other.contender,
+         f"{best.other.step_ms:.3f} ms", f"{best.gain:.2f}x as fast"]
+        for best in kernel_rows.against_fastest(rows)
     ]  # fmt: skip
     caption = (
-        f"Forward and backward pass together, {run.precision}, {run.device['name']}, at the "
-        "largest size of each operator, replayed from graphs, on data that the cache does not "
-        "hold. Only contenders whose results and gradients are right have a time."
+        f"Forward and backward pass together, {rows[0].precision}, "
+        f"{rows[0].run.device['name']}, at the largest size of each operator, replayed from "
+        "graphs, on data that the cache does not hold. Only contenders whose results and "
+        "gradients are right have a time."
     )
     parts = [
         "## V3's kernels against the fastest other",
@@ -496,11 +494,13 @@ def _best_kernels(path: Path) -> str:
     return "\n\n".join(parts)
 
 
-def _drawn_kernels(path: Path) -> str:
+def _drawn_kernels(folder: Path) -> str:
     """At how many sizes drawn at random V3's operator is the fastest, and where not."""
-    rows, run = benchmark.load(path)
-    head, *others = (line.strip() for line in benchmark.behind(rows))
-    where = f"{run.device['name']}, {run.precision}, sizes drawn by seed {run.seed}"
+    rows = kernel_rows.load(folder)
+    head, *others = (line.strip() for line in kernel_rows.behind(rows))
+    run = rows[0].run
+    where = f"{run.device['name']}, {rows[0].precision}"
+    where += f", sizes drawn by seed {run.options['seed']}"
     sentence = f"At sizes that no tile was tuned for ({where}) {head}{':' if others else '.'}"
     return "\n".join([sentence, *([""] if others else []), *(f"- {other}" for other in others)])
 

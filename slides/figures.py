@@ -16,7 +16,7 @@ from workshop.compare.figures import MEMORY_COLOURS, PHASE_COLOURS
 from workshop.compare.rows import ratio
 from workshop.errors import WorkshopError
 from workshop.gate import plausibility
-from workshop.kernels import benchmark
+from workshop.kernels.rows import Row, against_fastest
 from workshop.profilers import advisor, picture, timeline
 from workshop.profilers.table import KernelTable
 from workshop.roofline import ceilings, inputs
@@ -327,10 +327,11 @@ def categories(measured: Measured) -> Shown:
 def kernels(measured: Measured) -> Shown:
     """V3's operators at their largest size against the fastest other that is right."""
     gains: dict[str, float] = {}
-    for one in measured.all.benchmarks:
-        its, run = benchmark.load(one.path)
-        gains |= {best.op: best.gain for best in benchmark.against_fastest(its)}
-        measured.use([one.path], f"forward and backward, {run.precision}, {one.device}")
+    for path, runs in measured.all.kernels.items():
+        its = list(map(Row, runs))
+        gains |= {best.ours.op: best.gain for best in against_fastest(its)}
+        device = runs[0].device.get("name")
+        measured.use([path], f"forward and backward, {its[0].precision}, {device}")
     if not gains:
         raise NotMeasured("V3's kernels against others", "python -m workshop.kernels.benchmark")
     axis, values = "times as fast as the best other", list(gains.values())

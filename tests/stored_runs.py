@@ -143,3 +143,10 @@ def the_run(folder: Path) -> LabRun:
 
 def write_lab(folder: Path, *runs: LabRun) -> list[Path]:
     return [records.add(run, folder) for run in runs]
+
+
+def call_run(**changes: Any) -> LabRun:
+    """A record as a benchmark of calls begins."""
+    blank: dict[str, Any] = {"unit": "calls", "units_per_step": 1, "baseline": "", "step_ms": []}
+    blank |= {"gate": Parity(), "memory_mb": {}, "flops_per_step": None, "metrics": {}}
+    return lab_run(**{"variant": ""} | blank | changes)

@@ -2,43 +2,65 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import sys
-from collections.abc import Callable
-from types import ModuleType
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from test_compare import NO_TRITON, copy_repository
+from stored_runs import call_run
+from test_compare import NO_TRITON
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
 if not torch.cuda.is_available():  # before anything else imports Triton's language
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from workshop import results  # noqa: E402
+from workshop import records  # noqa: E402
+from workshop.judge.pipe import Closed, Message, Pipe  # noqa: E402
+from workshop.judge.process import Process  # noqa: E402
 from workshop.kernels import benchmark as tool  # noqa: E402
-from workshop.kernels import cases, measure  # noqa: E402
-from workshop.kernels.cases import BACKWARD, BOTH, FORWARD, GBS, OURS, TFLOPS  # noqa: E402
-from workshop.kernels.measure import Row, Setting  # noqa: E402
-from workshop.run import timing  # noqa: E402
+from workshop.kernels import calls, cases, contenders, measure, rows  # noqa: E402
+from workshop.kernels.calls import Setting  # noqa: E402
+from workshop.kernels.cases import (  # noqa: E402
+    BACKWARD,
+    BOTH,
+    FORWARD,
+    GBS,
+    HOST,
+    OURS,
+    PLAIN,
+    TFLOPS,
+)
+from workshop.kernels.rows import Row  # noqa: E402
+from workshop.labs import KERNELS, LabRun  # noqa: E402
+from workshop.results import Parity  # noqa: E402
 from workshop.run.precision import PRECISIONS  # noqa: E402
 
 COMMAND = ("python", "-m", "workshop.kernels.benchmark")
 CPU = torch.device("cpu")
-INTERPRETER = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+AS_TYPED = {"TRITON_INTERPRET": "", "OMP_NUM_THREADS": "1"}
+ROUNDS = 3
 
 
 def make_setting(precision: str = "fp32") -> Setting:
-    return Setting(CPU, PRECISIONS[precision], seed=1, rounds=3)
+    return Setting(CPU, PRECISIONS[precision])
 
 
 def small_case(op: str) -> cases.Case:
     (case,) = cases.make_cases([op], timed=False, quick=True)
     return case
+
+
+def a_run(**changes: Any) -> LabRun:
+    """A record as each row begins."""
+    fields: dict[str, Any] = {"options": {"precision": "bf16"}, "ceiling_gbs": 4242.0}
+    return call_run(**fields | {"lab": KERNELS, "ceiling_tflops": 809.0} | changes)
 
 
 @pytest.fixture
@@ -47,21 +69,63 @@ def v3(monkeypatch) -> ModuleType:
     library = cases.kernels()
     for op in cases.OPS:
         monkeypatch.setattr(library, op, getattr(library, f"{op}_reference"))
-    monkeypatch.setattr(library, "INTERPRETED", True)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     return library
 
 
-class Timer:
-    """In place of the GPU's: notes which contenders it is to time."""
+class InAThread(Process):
+    """The contenders in a thread of this process, so that a test can break them."""
 
-    def __init__(self) -> None:
-        self.asked: list[str] = []
+    def __init__(self, _: torch.device) -> None:
+        asked, to_ask = os.pipe()
+        to_hear, answered = os.pipe()
+        self._pipe, own, self.stderr = Pipe(to_hear, to_ask), Pipe(asked, answered), []
+        self._process: Any = SimpleNamespace(pid=os.getpid())
+        self._thread = threading.Thread(target=self._serve, args=[own], daemon=True)
+        self._thread.start()
 
-    def __call__(self, case: object, right: list[tuple[Row, Any]], *_: object) -> None:
-        self.asked = [row.contender for row, _ in right]
-        for row, _ in right:
-            row.samples = {phase: [1.0] for phase in row.amounts}
+    def _serve(self, pipe: Pipe) -> None:
+        with pipe, contextlib.suppress(SystemExit, Closed):
+            contenders.serve(pipe)
+
+    def timed(self, *asked: Any, **values: Any) -> tuple[Message, float, float | None]:
+        return *super().timed(*asked, **values)[:2], None  # the judge waits with it
+
+    def end(self) -> int:
+        with contextlib.suppress(Closed):
+            self.ask("end")
+        self._pipe.close()
+        self._thread.join()
+        return 0
+
+    def stop(self) -> None:
+        self.end()
+
+
+def judged(case: cases.Case, precision: str = "fp32", rounds: int = 0) -> dict[str, Row]:
+    """The rows of a case, whose contenders' process makes it of its name."""
+    of_case = cases.OPS[case.op]._replace(make=lambda *_: case)
+    judge = measure.Judge(make_setting(precision), rounds, a_run())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "start_contenders", InAThread)
+        patch.setitem(cases.OPS, case.op, of_case)
+        try:
+            return {run.variant: Row(run) for run in judge.measure(case)}
+        finally:
+            judge.stop()
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch) -> Mock:
+    """What the clock needs of a GPU, on a machine that has none: a graph's replay calls anew."""
+    gpu = Mock()
+    gpu.set_sync_debug_mode("default")
+    gpu.get_device_properties.return_value = Mock(total_memory=10**9)
+    monkeypatch.setattr(contenders.hardware, "cache_bytes", lambda _: 10_000)
+    for name in ("set_sync_debug_mode", "get_device_properties"):
+        monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
+    monkeypatch.setattr(contenders.Program, "_graph", lambda _, work: work)
+    monkeypatch.setattr(measure, "TURN_MS", 1e4)  # a machine may be busy
+    return gpu
 
 
 # --- as a user types it ----------------------------------------------------------------------
@@ -75,38 +139,23 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU: compil
 @pytest.mark.slow
 def test_without_a_gpu_all_kernels_are_checked_and_none_is_timed(type_command, tmp_path) -> None:
     output = tmp_path / "out"
-    finished = type_command(*COMMAND, "--quick", "--output-dir", output, **INTERPRETER)
+    finished = type_command(*COMMAND, "--quick", "--output-dir", output, **AS_TYPED)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert not finished.stderr
-    assert tool.NOTHING_TIMED in finished.stdout
-    assert sorted(path.name for path in output.iterdir()) == ["kernels.json"]
-    content = json.loads((output / "kernels.json").read_text())
-    assert content["interpreted"] and content["precision"] == "fp32"
-    ours = [row for row in content["rows"] if row["contender"] == OURS]
-    assert [row["op"] for row in ours] == list(cases.OPS)
+    assert rows.NOTHING_TIMED in finished.stdout
+    (file,) = (path for path in output.rglob("*") if path.is_file())
+    assert file.parent == output / "runs"
+    found = rows.load(output)
+    ours = [row for row in found if row.contender == OURS]
+    assert [row.op for row in ours] == list(cases.OPS)
     for row in ours:
-        assert row["status"] == "pass" and row["errors"]
-        assert all(0 <= error < 1e-5 for error in row["errors"].values()), row
-    assert not any(row["samples"] for row in content["rows"])
-    skipped = {row["contender"] for row in content["rows"] if row["status"] == "skipped"}
-    assert {"Liger", "torch.compile"} <= skipped
-    assert all(row["note"] for row in content["rows"] if row["status"] == "skipped")
-
-
-@NO_GPU
-@pytest.mark.slow
-def test_every_wrong_kernel_in_the_file_is_found(type_command, tmp_path) -> None:
-    root = copy_repository(tmp_path / "copy", {})
-    facade = root / "version3_triton" / "triton_kernels.py"
-    fault = "\n\nimport torch\ndef swiglu(gate, up):\n    return torch.relu(gate) * up\n"
-    facade.write_text(facade.read_text() + fault)
-    command = (*COMMAND, "--quick", "--op", "swiglu", "swiglu_fused", "--output-dir")
-    finished = type_command(*command, tmp_path / "out", folder=root, **INTERPRETER)
-    assert finished.returncode == 1, finished.stderr
-    assert f"{OURS} FAIL: y is off by " in finished.stdout
-    rows = json.loads((tmp_path / "out" / "kernels.json").read_text())["rows"]
-    ours = {row["op"]: row["status"] for row in rows if row["contender"] == OURS}
-    assert ours == {"swiglu": "FAIL", "swiglu_fused": "pass"}
+        errors = [float(str(one["error"])) for one in row.run.gate.measures.values()]
+        assert row.verdict == "pass" and errors and row.precision == "fp32"
+        assert all(0 <= error < 1e-5 for error in errors), row
+    assert not any(row.run.phase_ms or row.timed for row in found)
+    skipped = [row for row in found if row.verdict == "skipped"]
+    assert {"Liger", "torch.compile"} <= {row.contender for row in skipped}
+    assert all(row.note for row in skipped)
 
 
 def test_without_triton_nothing_runs(type_command, tmp_path) -> None:
@@ -120,9 +169,8 @@ def test_without_triton_nothing_runs(type_command, tmp_path) -> None:
 
 WRONG = {
     "--op softmax": "argument --op: invalid choice: 'softmax'",
-    "--rounds 0": "--rounds 0: it must lie between 1 and 10000",
-    "--drawn 0": "--drawn 0: it must lie between 1 and 1000",
-    "--seed -1": "--seed -1: it must lie between 0 and 2^63",
+    "--rounds 0": "--rounds: '0': give a whole number from 1 to",
+    "--drawn 0": "--drawn: '0': give a whole number from 1 to",
     "--precision tf32": "argument --precision: invalid choice: 'tf32'",
     "--precision fp16": "precision fp16: the CPU does not have it; choose from fp32, bf16",
     "--device tpu": "unknown device 'tpu'",
@@ -132,7 +180,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_wrong_input_is_one_line(words: str, v3, tmp_path, capsys) -> None:
+def test_wrong_input_is_one_line(words: str, tmp_path, capsys) -> None:
     file = tmp_path / "file"
     file.touch()
     typed = [str(file) if word == "FILE" else word for word in words.split()]
@@ -147,25 +195,28 @@ def test_wrong_input_is_one_line(words: str, v3, tmp_path, capsys) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_compiled_kernels_can_not_run_on_the_cpu(v3, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(v3, "INTERPRETED", False)
+def test_compiled_kernels_can_not_run_on_the_cpu(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET")
     assert tool.main(["--device", "cpu"]) == 2
     assert "--device cpu: the kernels of version v3 are compiled" in capsys.readouterr().err
 
 
-def test_what_was_completed_before_ctrl_c_is_saved(v3, tmp_path, monkeypatch, capsys) -> None:
-    answers = [[Row("rms_norm", "size", OURS, GBS, {})], KeyboardInterrupt, KeyboardInterrupt]
-    monkeypatch.setattr(tool, "measure_case", Mock(side_effect=answers))
-    words = ["--op", "swiglu", "rms_norm", "--quick", "--output-dir", str(tmp_path)]
-    assert tool.main(words) == 130
+def test_what_was_completed_is_saved_and_a_wrong_one_is_a_no(tmp_path, monkeypatch, capsys) -> None:
+    complete = a_run(subject="rms_norm, size", variant=OURS, step_ms=[1.0])
+    answers = [[complete], KeyboardInterrupt, KeyboardInterrupt]
+    monkeypatch.setattr(measure.Judge, "measure", Mock(side_effect=answers))
+    words = ["--op", "swiglu", "rms_norm", "--quick", "--output-dir"]
+    assert tool.main([*words, str(tmp_path / "a")]) == 130
     assert "interrupted: the table holds what was completed" in capsys.readouterr().err
-    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
-    assert {row["op"] for row in rows} == {"rms_norm"}
-    (tmp_path / "kernels.json").unlink()
-    assert tool.main(words) == 130  # nothing at all was completed
+    assert {row.op for row in rows.load(tmp_path / "a")} == {"rms_norm"}
+    assert tool.main([*words, str(tmp_path / "b")]) == 130  # nothing at all was completed
     assert "nothing saved" in capsys.readouterr().err
-    assert not (tmp_path / "kernels.json").exists()
+    assert not records.files_in(tmp_path / "b")
+    wrong = dataclasses.replace(complete, gate=Parity("fail", ["y is off"]), status="gate failed")
+    monkeypatch.setattr(measure.Judge, "measure", lambda *_: [wrong])
+    assert tool.main([*words, str(tmp_path / "c")]) == 1
+    assert f"{OURS} FAIL: y is off" in capsys.readouterr().out
 
 
 # --- planted faults --------------------------------------------------------------------------
@@ -228,34 +279,35 @@ FAULTS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_kernel_turns_its_row_red_and_is_not_timed(fault: str, v3, monkeypatch) -> None:
+def test_a_wrong_kernel_turns_its_row_red_and_is_not_timed(
+    fault: str, v3, monkeypatch, pretended_gpu
+) -> None:
     op, plant, note = FAULTS[fault]
     case = small_case(op)
     for precision in ("fp32", "bf16"):
-        timer = Timer()
         monkeypatch.setattr(v3, op, getattr(v3, f"{op}_reference"))
-        before = measure.measure_case(case, make_setting(precision), timer)
-        assert before[0].status == "pass" and timer.asked[:2] == [OURS, cases.PLAIN]
+        assert judged(case, precision)[OURS].verdict == "pass"
         monkeypatch.setattr(v3, op, plant(getattr(v3, f"{op}_reference")))
-        ours, *others = measure.measure_case(case, make_setting(precision), timer)
-        assert (ours.contender, ours.status, ours.failed) == (OURS, "FAIL", True)
+        found = judged(case, precision, rounds=1)
+        ours = found.pop(OURS)
+        assert (ours.verdict, ours.failed, ours.run.status) == ("FAIL", True, "gate failed")
         assert note in ours.note
-        assert not ours.samples and OURS not in timer.asked
-        assert {row.contender for row in others if row.samples} == set(timer.asked)
-        assert "FAIL" not in {row.status for row in others}
+        assert not ours.run.phase_ms and not ours.run.step_ms
+        assert found[PLAIN].run.step_ms
+        assert "FAIL" not in {row.verdict for row in found.values()}
+
+
+def raising(error: Exception) -> Callable[..., Tensor]:
+    def call(*_: Tensor) -> Tensor:
+        raise error
+
+    return call
 
 
 def test_only_a_kernel_of_ours_that_is_wrong_or_crashes_has_failed(v3) -> None:
-    def raising(error: Exception) -> Callable[..., Tensor]:
-        def call(*_: Tensor) -> Tensor:
-            raise error
-
-        return call
-
     crash = raising(RuntimeError("CUDA error\nand a long story"))
-    ours = dataclasses.replace(small_case("swiglu"), kernel=crash)
-    row = measure.measure_case(ours, make_setting(), Timer())[0]
-    assert (row.status, row.failed, row.note) == ("FAIL", True, "RuntimeError: CUDA error")
+    row = judged(dataclasses.replace(small_case("swiglu"), kernel=crash))[OURS]
+    assert (row.verdict, row.failed, row.note) == ("FAIL", True, "RuntimeError: CUDA error")
 
     rivals = {
         "a": lambda gate, up: gate.relu() * up,
@@ -263,46 +315,109 @@ def test_only_a_kernel_of_ours_that_is_wrong_or_crashes_has_failed(v3) -> None:
         "c": crash,
         "d": raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate everything")),
     }
-    timer = Timer()
-    case = dataclasses.replace(small_case("swiglu"), rivals=rivals)
-    rows = measure.measure_case(case, make_setting(), timer)
-    found = {row.contender: (row.status, row.note) for row in rows}
-    assert not any(row.failed for row in rows) and timer.asked == [OURS, cases.PLAIN]
-    assert found["a"][0] == "FAIL"
-    assert [found[name] for name in ("b", "c", "d", "torch.compile")] == [
-        ("skipped", note)
-        for note in ("not installed", "RuntimeError: CUDA error", "out of memory", "needs a GPU")
-    ]
+    found = judged(dataclasses.replace(small_case("swiglu"), rivals=rivals))
+    assert not any(row.failed for row in found.values())
+    assert (found[OURS].verdict, found["a"].verdict) == ("pass", "FAIL")
+    assert {name: row.note for name, row in found.items() if row.verdict == "skipped"} == {
+        "b": "not installed",
+        "c": "RuntimeError: CUDA error",
+        "d": "out of memory",
+        "torch.compile": "needs a GPU",
+    }
 
 
-def test_a_rival_may_overwrite_its_arguments_without_harm_to_others(v3) -> None:
-    """As Liger's in-place kernels do."""
+def test_a_process_that_ends_is_the_fault_of_who_was_asked(monkeypatch) -> None:
+    crash = Process([sys.executable, "-c", "import os; os.abort()"], os.environ)
+    monkeypatch.setattr(measure, "start_contenders", lambda _: crash)
+    judge = measure.Judge(make_setting(), 0, a_run())
+    found = [Row(run) for run in judge.measure(small_case("swiglu"))]
+    assert [row.verdict for row in found] == ["FAIL", *["skipped"] * (len(found) - 1)]
+    assert all("crashed with SIGABRT" in row.note for row in found)
 
-    def overwriting(gate: Tensor, up: Tensor) -> Tensor:
-        result = torch.nn.functional.silu(gate) * up
-        gate.data.zero_()
-        return result.detach().requires_grad_() + 0 * (gate + up).sum()
 
-    rivals = {"a": overwriting, "b": lambda gate, up: gate * up.detach(), "c": v3.swiglu}
-    case = dataclasses.replace(small_case("swiglu"), rivals=rivals)
-    rows = {row.contender: row for row in measure.measure_case(case, make_setting(), None)}
-    assert rows["a"].errors["y"] < 1e-6 and rows["a"].status == "FAIL"  # for its gradients
-    assert rows["c"].status == "pass" and not rows["c"].note
+# --- tricks ----------------------------------------------------------------------------------
 
-    def stamp(gate: Tensor, up: Tensor) -> Tensor:
-        result: Tensor = v3.swiglu(gate, up.clone())
-        up.data.zero_()
+
+def by_address(plain: Any) -> Any:
+    kept: dict[int, Tensor] = {}
+    return lambda gate, up: kept.setdefault(gate.data_ptr(), plain(gate, up))
+
+
+def by_turns(plain: Any) -> Any:
+    """Computes each second call alone, once it has been checked."""
+    calls_so_far: list[Tensor] = []
+
+    def call(gate: Tensor, up: Tensor) -> Tensor:
+        skips = len(calls_so_far) > 20 and len(calls_so_far) % 2
+        calls_so_far.append(calls_so_far[-1] if skips else plain(gate, up))
+        return calls_so_far[-1]
+
+    return call
+
+
+def in_bf16(plain: Any) -> Any:
+    checked = iter([True])
+    return lambda gate, up: plain(gate, up if next(checked, False) else up.bfloat16().float())
+
+
+def slow(plain: Any) -> Any:
+    def call(gate: Tensor, up: Tensor) -> Tensor:
+        time.sleep(0.01)  # of 4 calls
+        result: Tensor = plain(gate, up)
         return result
 
-    case = dataclasses.replace(case, rivals={"a": stamp})
-    rows = {row.contender: row for row in measure.measure_case(case, make_setting(), None)}
-    assert (rows["a"].status, rows["a"].note[:10]) == ("pass", "overwrites")
+    return call
+
+
+# What to put in our kernel's place, the factor of its clock, what the note must say.
+TRICKS: dict[str, tuple[Callable[[Any], Any], float, str]] = {
+    "results kept by address": (by_address, 1.0, "timed forward: y is off by"),
+    "each second call left out": (by_turns, 1.0, "timed forward: y is off by"),
+    "lower precision than checked": (in_bf16, 1.0, "timed forward: y is off by"),
+    "scaled clock": (slow, 0.1, "the judge's clock says"),
+    "clock that runs ahead": (slow, 10.0, "the judge's clock says"),
+    "faster than any chip": (lambda plain: plain, 1e-6, "times what a large copy or product"),
+}
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_a_trick_in_the_timed_run_is_found(trick: str, v3, monkeypatch, pretended_gpu) -> None:
+    plant, factor, note = TRICKS[trick]
+    monkeypatch.setattr(measure, "TURN_MS", 20.0 if plant is slow else 1e4)
+    timed_ms = contenders.Program.timed_ms
+    case = dataclasses.replace(small_case("swiglu"), kernel=plant(v3.swiglu_reference))
+    ours = case.kernel
+
+    def told(program: contenders.Program) -> float:
+        return timed_ms(program) * (factor if program._function is ours else 1.0)
+
+    monkeypatch.setattr(contenders.Program, "timed_ms", told)
+    # A call of a turn is compared, the last one: half of all calls are wrong in one trick.
+    monkeypatch.setattr(measure.secrets, "randbelow", lambda number: number - 1)
+    found = judged(case, rounds=ROUNDS)
+    assert (found[OURS].verdict, found[OURS].run.status) == ("FAIL", "audit failed")
+    assert note in found[OURS].note and not found[OURS].run.phase_ms
+    assert found[PLAIN].verdict == "pass" and found[PLAIN].run.step_ms
+
+
+@pytest.mark.parametrize(("late", "red"), [(1, False), (2, True)])
+def test_a_machine_may_be_busy_in_fewer_than_half_of_the_turns(late: int, red: bool) -> None:
+    judge = measure.Judge(make_setting(), 3, a_run())
+    turns = measure.Turns(a_run(), 4, 0)
+    for number in range(4):
+        done = Message("answered", {"ms": 1.0})
+        seconds = 0.5 if number in range(1, 1 + late) else 0.0011
+        judge._process = Mock(answer=lambda *_, done=done: done)
+        judge._process.timed.return_value = done, seconds, None
+        turns.compared = -1
+        judge._turn(turns, number)
+    assert bool(measure.wrong_times(turns, FORWARD)) == red
 
 
 @pytest.mark.parametrize("op", cases.OPS)
 def test_the_truth_does_not_depend_on_the_parts_it_is_computed_in(op: str, v3) -> None:
     case, setting = small_case(op), make_setting()
-    data = measure.draw_data(case, setting)
+    data = calls.draw_data(case, setting, 1)
     whole = measure.in_parts(dataclasses.replace(case, parts=1), data, torch.float64)
     parts = measure.in_parts(case, data, torch.float64)
     names = {f"gradient of {name}" for name in case.arguments if name not in case.constants}
@@ -313,13 +428,16 @@ def test_the_truth_does_not_depend_on_the_parts_it_is_computed_in(op: str, v3) -
 
 
 def test_arguments_are_random_and_laid_out_as_the_model_has_them(v3) -> None:
-    data = measure.draw_data(small_case("flash_attention"), make_setting())
+    data = calls.draw_data(small_case("flash_attention"), make_setting(), 1)
     assert all(x.transpose(1, 2).is_contiguous() and x.std() > 0.5 for x in data.tensors)
     copy = data.fresh()
     assert [x.stride() for x in copy.tensors] == [x.stride() for x in data.tensors]
     assert [x.requires_grad for x in copy.tensors] == [True, True, True, False]
-    weight = measure.draw_data(small_case("rms_norm"), make_setting()).arguments[1]
+    weight = calls.draw_data(small_case("rms_norm"), make_setting(), 1).arguments[1]
     assert weight.min() < 0.8 and weight.max() > 1.2
+    copy.fill(data, 1)
+    assert not any(torch.equal(*pair) for pair in zip(copy.tensors, data.tensors, strict=True))
+    assert copy.arguments[0].flatten()[1] == data.arguments[0].flatten()[0]
 
 
 # --- work ------------------------------------------------------------------------------------
@@ -365,83 +483,39 @@ def test_drawn_sizes_are_the_same_for_a_seed_and_others_for_another(v3) -> None:
 # --- the clock, as far as a CPU has one ------------------------------------------------------
 
 
-def test_contenders_take_turns_and_the_first_turn_is_not_counted() -> None:
+def test_contenders_take_turns_and_the_first_turn_is_not_counted(monkeypatch) -> None:
     order: list[str] = []
-
-    def timed(name: str, every: int = 1) -> measure.Timed:
-        row = Row("op", "size", name, GBS, {FORWARD: 1.0})
-        run, refresh = (lambda: order.append(name)), (lambda: order.append(f"({name})"))
-        clock = timing.StepClock(CPU)
-        return measure.Timed(row, run, 4, refresh, lambda index: None, clock, every)
-
-    a, b, slow = timed("a"), timed("b"), timed("slow", every=2)
-    measure.run_rounds([a, b, slow], rounds=4)
-    runs = [name for name in order if not name.startswith("(")]
-    assert runs == "a b slow b a a b slow b a a b slow".split()
-    assert order[:4] == ["(a)", "a", "(b)", "b"]
-    assert [len(one.samples()) for one in (a, b, slow)] == [4, 4, 2]
-
-
-@pytest.fixture
-def pretended_gpu(monkeypatch) -> Mock:
-    """torch.cuda's functions that the clock calls, on a machine that has no such device."""
-    gpu = Mock()
-    gpu.set_sync_debug_mode("default")
-    gpu.graph = lambda graph, **_: contextlib.nullcontext()
-    gpu.get_device_properties.return_value = Mock(L2_cache_size=10_000, total_memory=10**9)
-    names = ("CUDAGraph", "graph", "graph_pool_handle")
-    for name in (*names, "set_sync_debug_mode", "get_device_properties"):
-        monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
-    return gpu
-
-
-def mode(gpu) -> str:
-    """Of the synchronizations: an error, or as usual."""
-    return str(gpu.set_sync_debug_mode.call_args.args[0])
+    judge = measure.Judge(make_setting(), 4, a_run())
+    for name, instead in {
+        "_prepare": lambda _, run: measure.Turns(run, 4, 1),
+        "_turn": lambda turns, _: order.append(turns.run.variant),
+        "_process": Mock(),
+        "_finish": Mock(),
+    }.items():
+        monkeypatch.setattr(judge, name, instead)
+    judge._time(small_case("swiglu"), FORWARD, [a_run(variant=name) for name in "abc"], {})
+    assert order == list("abccbaabccbaabc")
 
 
 @pytest.mark.parametrize("op", cases.OPS)
 def test_all_phases_of_all_right_contenders_are_timed(op: str, v3, pretended_gpu) -> None:
-    case, setting = small_case(op), make_setting()
-    rows = measure.measure_case(case, setting, measure.time_contenders)
-    right = [row for row in rows if row.status == "pass"]
+    case = small_case(op)
+    right = [row for row in judged(case, rounds=ROUNDS).values() if row.verdict == "pass"]
     assert len(right) >= 2 and not any(row.note for row in right)
     for row in right:
-        assert set(row.samples) == set(case.phases)
-        assert all(len(samples) == setting.rounds for samples in row.samples.values())
-        assert len(row.host_us) == setting.rounds and min(row.host_us) > 0
-    replays = len(right) * len(case.phases) * (setting.rounds + 1)
-    assert pretended_gpu.CUDAGraph().replay.call_count == replays
-    assert mode(pretended_gpu) == "default"
-
-
-def test_a_run_with_a_gpu_shows_and_writes_what_it_timed(
-    v3, pretended_gpu, monkeypatch, tmp_path, capsys
-) -> None:
-    make_cases = cases.make_cases
-    stream: Any = object()
-    setting = dataclasses.replace(make_setting(), stream=stream)
-    monkeypatch.setattr(v3, "INTERPRETED", False)
-    monkeypatch.setattr(tool, "make_setting", lambda *_: setting)
-    monkeypatch.setattr(torch.cuda, "stream", lambda given: contextlib.nullcontext(given))
-    monkeypatch.setattr(tool, "measure_ceilings", lambda *_: {GBS: 4000.0, TFLOPS: 800.0})
-    monkeypatch.setattr(
-        tool, "make_cases", lambda ops, **_: make_cases(ops, timed=False, quick=True)
-    )
-    monkeypatch.setattr(v3, "rms_norm", lambda x, weight, eps: x * weight)
-    assert tool.main(["--output-dir", str(tmp_path)]) == 1
-    printed = capsys.readouterr().out
-    assert f"{OURS} FAIL: y is off" in printed and tool.NOTHING_TIMED not in printed
-    content = json.loads((tmp_path / "kernels.json").read_text())
-    for row in content["rows"]:
-        wanted = set(row["amounts"]) if row["status"] == "pass" else set()
-        assert set(row["samples"]) == wanted
+        assert set(row.run.phase_ms) == {*case.phases, HOST}
+        for samples in row.run.phase_ms.values():
+            assert len(samples) == ROUNDS and min(samples) > 0
+        assert len(row.run.step_ms) == ROUNDS and row.run.judge_ms
+        names = {name.partition(": ")[2] for name in row.run.audit.measures}
+        assert row.run.audit.status == "pass" and names == set(row.run.gate.measures)
+    assert pretended_gpu.set_sync_debug_mode.call_args.args == ("default",)
 
 
 def test_a_contender_that_waits_for_the_device_is_timed_launch_by_launch(v3, pretended_gpu) -> None:
     def failing(message: str) -> Callable[..., Tensor]:
         def call(gate: Tensor, up: Tensor) -> Tensor:
-            if mode(pretended_gpu) == "error":
+            if pretended_gpu.set_sync_debug_mode.call_args.args == ("error",):
                 raise RuntimeError(message)
             result: Tensor = v3.swiglu_reference(gate, up)
             return result
@@ -450,44 +524,29 @@ def test_a_contender_that_waits_for_the_device_is_timed_launch_by_launch(v3, pre
 
     waiting, broken = map(failing, ("a synchronizing CUDA operation", "CUDA error: of its own"))
     case = dataclasses.replace(small_case("swiglu"), rivals={"a": waiting, "b": broken})
-    rows = measure.measure_case(case, make_setting(), measure.time_contenders)
-    notes = {row.contender: row.note for row in rows}
-    assert notes["a"] == "forward timed launch by launch: it waits for the device"
-    assert notes["b"] == "forward not timed: RuntimeError: CUDA error: of its own"
-    assert all(row.host_us for row in rows if row.status == "pass")
-    samples = {row.contender: set(row.samples) for row in rows}
-    assert samples["a"] == samples[OURS] == {FORWARD, BACKWARD}
-    assert samples["b"] == {BACKWARD}
-    assert mode(pretended_gpu) == "default"
+    found = judged(case, rounds=ROUNDS)
+    assert found["a"].note == "; ".join(
+        f"{phase} timed launch by launch: it waits for the device" for phase in case.phases
+    )
+    assert found["b"].note == "; ".join(
+        f"{phase} not timed: RuntimeError: CUDA error: of its own" for phase in case.phases
+    )
+    assert found["a"].run.step_ms and set(found["b"].run.phase_ms) == {HOST}
+    assert found["b"].verdict == "pass" and found["b"].run.status == "skipped"
+    assert pretended_gpu.set_sync_debug_mode.call_args.args == ("default",)
 
 
-def test_calls_go_round_over_more_arguments_than_the_cache_holds(v3, pretended_gpu) -> None:
-    data = measure.draw_data(small_case("swiglu"), make_setting())
-    assert data.bytes == 3 * 13 * 72 * 4
-    row = Row("swiglu", "13 x 72", OURS, GBS, {FORWARD: 1.0})
-    assert measure._copies(data, row, CPU) == 4  # of 11,232 bytes each, against 4 x 10,000
-    row.peak_mb = 150.0
-    assert measure._copies(data, row, CPU) == 1  # a fifth of the memory is 200 MB
-    seen: list[int] = []
-    measure._several(seen.append, 6, 4)
-    assert seen == [0, 1, 2, 3, 0, 1]
+def test_each_call_of_a_sample_has_arguments_and_no_cache_holds_all(pretended_gpu) -> None:
+    def calls_of(arguments: int, kept_mb: float, call_ms: float) -> int:
+        return contenders._how_many(arguments, kept_mb, call_ms, 10_000, CPU)
+
+    assert calls_of(11_232, 0.0, 1.0) == 4  # of 11,232 bytes each, against 4 x 10,000
+    assert calls_of(11_232, 0.0, 0.1) == 20  # 2 ms
+    assert calls_of(11_232, 0.0, 0.001) == 64
+    assert calls_of(11_232, 40.0, 0.001) == 1  # 8% of the memory are 80 MB
 
 
 # --- tables and files ------------------------------------------------------------------------
-
-RUN = tool.Run(
-    session="20260102-030405-abcdef",
-    created="2026-01-02T03:04:05+00:00",
-    command=["python", "-m", "workshop.kernels.benchmark"],
-    git_commit="0123456789ab",
-    device={"type": "cuda", "name": "NVIDIA H200"},
-    software={"torch": "2.11.0", "liger_kernel": "0.8.5"},
-    precision="bf16",
-    seed=42,
-    interpreted=False,
-    ceilings={GBS: 4242.0, TFLOPS: 809.0},
-    limits={GBS: 4800.0, TFLOPS: 989.4},
-)
 
 
 def canned_row(
@@ -495,74 +554,74 @@ def canned_row(
 ) -> Row:
     """A row whose samples lie around some rates, in the unit of the operation."""
     case = cases.OPS[op].make(*size)
-    amounts = case.amounts(2)
-    samples = {}
-    for (phase, amount), rate in zip(amounts.items(), rates, strict=False):
+    run = measure.Judge(make_setting("bf16"), 0, a_run(**changes))._record(case, contender)
+    for (phase, amount), rate in zip(case.amounts(2).items(), rates, strict=False):
         middle = amount / rate / cases.UNITS[case.unit] * 1e3
-        samples[phase] = [middle * factor for factor in (0.98, 0.99, 1.0, 1.01, 1.02)]
-    row = Row(op, case.size, contender, case.unit, amounts, samples=samples, **changes)
-    if row.status == "pass":
-        row.errors = {"y": 1.7e-3, "gradient of x": 2.1e-3}
-        row.allowed = {"y": 1.1e-2, "gradient of x": 1.2e-2}
-    return row
+        run.phase_ms[phase] = [middle * factor for factor in (0.98, 0.99, 1.0, 1.01, 1.02)]
+    run.step_ms = list(map(sum, zip(*run.phase_ms.values(), strict=True)))
+    if rates:
+        run.gate = Parity("pass", measures={"y": {"error": 2.1e-3, "allowed": 1.2e-2}})
+    return Row(run)
 
 
 @pytest.fixture
 def canned() -> list[Row]:
     """Rates of the published anchors, where there are some."""
     norm, long = (16384, 4096), (1, 16384, 16, 8, 64)
+    off = Parity("fail", ["out is off by 3e-1"])
     head = ("linear_cross_entropy", (8192, 1024, 32000))
     waits = "forward + backward timed launch by launch: it waits for the device"
+    ours = canned_row("rms_norm", (8192, 1024), OURS, (2900.0, 1500.0))
+    ours.run.phase_ms[HOST] = [0.4, 0.38, 0.379]
+    fast = canned_row("rms_norm", norm, "F.rms_norm", (5191.0, 1804.0))
+    fast.run.plausibility = ["forward: 5,191 GB/s, more than the chip's 4,800"]
     return [
-        canned_row(
-            *("rms_norm", (8192, 1024), OURS, (2900.0, 1500.0)), host_us=[400.0, 380.0, 379.0]
-        ),
+        ours,
         canned_row("rms_norm", (8192, 1024), "Liger", (495.0, 312.0)),
-        canned_row("rms_norm", norm, "F.rms_norm", (5191.0, 1804.0)),
-        canned_row("rms_norm", norm, "Liger", (), status="skipped", note="not installed"),
-        canned_row("flash_attention", long, OURS, (), status="FAIL", note="out is off by 3e-1"),
+        fast,
+        canned_row("rms_norm", norm, "Liger", (), status="skipped", error="not installed"),
+        canned_row("flash_attention", long, OURS, (), gate=off, status="gate failed"),
         canned_row("flash_attention", long, "SDPA cuDNN", (434.0, 428.0)),
-        canned_row(*head, OURS, (450.0,), peak_mb=550.0),
-        canned_row(*head, "Liger", (210.0,), peak_mb=410.0, note=waits),
+        canned_row(*head, OURS, (450.0,), memory_mb={"peak": 550.0}),
+        canned_row(*head, "Liger", (210.0,), memory_mb={"peak": 410.0}, metrics={"note": waits}),
     ]
 
 
 def test_a_rate_is_the_work_over_the_median(canned) -> None:
     row = canned[0]
-    row.samples = {FORWARD: [0.02, 0.01, 0.5]}
+    row.run.phase_ms = {FORWARD: [0.02, 0.01, 0.5]}
     assert row.median_ms(FORWARD) == 0.02
     assert row.rate(FORWARD) == pytest.approx(33554432 / 0.02e-3 / 1e9)
-    assert RUN.share(row, FORWARD) == pytest.approx(33554432 / 0.02e-3 / 1e9 / 4242)
-    assert (row.rate(BACKWARD), RUN.share(row, BACKWARD)) == (None, None)
-    row = Row("op", "size", OURS, GBS, {}, allowed={"a": 1e-6, "b": 1e-2, "c": 1e-2})
-    assert row.worst is None
-    row.errors = {"a": 5e-7, "b": 4e-3, "c": 0.0}
-    assert row.worst == "a"
-    row.errors["c"] = float("nan")
-    assert row.worst == "c"
+    assert row.share(FORWARD) == pytest.approx(33554432 / 0.02e-3 / 1e9 / 4242)
+    assert (row.rate(BACKWARD), row.share(BACKWARD), row.step_ms) == (None, None, None)
+
+
+def cells(row: Row) -> Sequence[str]:
+    (line,) = rows.table([row]).lines
+    return line.cells
 
 
 def test_the_table_has_rates_shares_errors_and_status(canned, capsys) -> None:
-    assert tool.header(canned[:4], RUN) == [
+    assert rows.table(canned[:4]).header == [
         *("size", "contender", "forward, GB/s", "backward, GB/s", "of ceiling"),
         *("device / host, µs", "error (allowed)", "status"),
     ]
-    assert tool.cells(canned[0], RUN) == [
+    assert cells(canned[0]) == [
         *("8192 x 1024", OURS, "2,900 ±1.0%", "1,500 ±1.0%", "68% / 35%", "45 / 380"),
         *("2.1e-03 (1.2e-02)", "pass"),
     ]
-    assert tool.cells(canned[1], RUN)[5] == "229 / -"  # of a result without the host's times
-    assert tool.cells(canned[3], RUN)[2:] == ["-", "-", "-", "-", "-", "skipped"]
-    assert tool.cells(canned[4], RUN)[2:] == ["-", "-", "-", "-", "-", "FAIL"]
-    assert tool.header(canned[6:], RUN)[2:5] == ["TFLOP/s", "peak MB", "of ceiling"]
-    assert tool.cells(canned[6], RUN)[2:6] == ["450 ±1.0%", "550", "56%", "3,579 / -"]
-    checked = dataclasses.replace(RUN, interpreted=True, ceilings={})
-    assert tool.header(canned, checked) == ["size", "contender", "error (allowed)", "status"]
-    assert tool.cells(canned[0], checked)[2:] == ["2.1e-03 (1.2e-02)", "pass"]
+    assert cells(canned[1])[5] == "229 / -"  # of a result without the host's times
+    assert cells(canned[3])[2:] == ["-", "-", "-", "-", "-", "skipped"]
+    assert cells(canned[4])[2:] == ["-", "-", "-", "-", "-", "FAIL"]
+    assert rows.table(canned[6:]).header[2:5] == ["TFLOP/s", "peak MB", "of ceiling"]
+    assert cells(canned[6])[2:6] == ["450 ±1.0%", "550", "56%", "3,579 / -"]
+    checked = Row(dataclasses.replace(canned[0].run, ceiling_gbs=None))
+    assert rows.table([checked]).header == ["size", "contender", "error (allowed)", "status"]
+    assert cells(checked)[2:] == ["2.1e-03 (1.2e-02)", "pass"]
 
     slower = canned_row("rms_norm", (5, 1024), OURS, (100.0, 100.0))
     fast = canned_row("rms_norm", (5, 1024), "Liger", (200.0, 200.0))
-    tool.show([*canned, slower, fast], RUN)
+    rows.show([*canned, slower, fast])
     printed = capsys.readouterr().out
     for line in (
         "rms_norm, bf16, NVIDIA H200",
@@ -578,14 +637,11 @@ def test_the_table_has_rates_shares_errors_and_status(canned, capsys) -> None:
     assert all(len(line) <= 130 for line in printed.splitlines() if "│" in line)
 
 
-def test_the_file_is_read_as_it_was_written(canned, tmp_path) -> None:
-    canned[0].errors["y"] = float("nan")
-    path = tmp_path / "kernels.json"
-    results.write_json(path, tool.as_json(canned, RUN))
-    assert json.loads(path.read_text())["rows"][0]["errors"]["y"] is None  # JSON has no NaN
-    rows, run = tool.load(path)
-    assert run == RUN and rows[1:] == canned[1:] and rows[0].samples == canned[0].samples
-    assert rows[0].worst == "y", "an error that is no number is the worst"
+def test_the_newest_session_of_a_folder_is_read(canned, tmp_path) -> None:
+    older = dataclasses.replace(canned[0].run, session="20260101-000000-abcdef")
+    for run in (older, *(row.run for row in canned)):
+        records.add(run, tmp_path)
+    assert rows.load(tmp_path) == canned
 
 
 # --- on a GPU --------------------------------------------------------------------------------
@@ -597,33 +653,36 @@ def test_every_kernel_is_right_and_timed_at_a_plausible_rate(type_command, tmp_p
     print(finished.stdout, finished.stderr, file=sys.stderr)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "IMPLAUSIBLE" not in finished.stdout
-    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
-    for row in rows:
-        if row["status"] == "pass":
-            assert set(row["samples"]) == set(row["amounts"]), row["note"]
-            in_place = "overwrites" in row["note"]
-            assert (row["peak_mb"] > 0 or in_place) and row["host_us"]
-    statuses = {(row["op"], row["contender"]): row["status"] for row in rows}
-    assert {statuses[op, name] for op in cases.OPS for name in (OURS, "plain")} == {"pass"}
-    notes = [row["note"] for row in rows if row["contender"] in (OURS, "plain", "torch.compile")]
-    assert not any(notes), notes  # all captured, none overwrites
+    found = rows.load(tmp_path)
+    for row in found:
+        if row.verdict == "pass":
+            assert set(row.run.phase_ms) == {*row.amounts, HOST}, row.note
+            assert row.run.memory_mb
+            assert row.run.audit.status == "pass" and row.run.judge_ms
+    verdicts = {(row.op, row.contender): row.verdict for row in found}
+    assert {verdicts[op, name] for op in cases.OPS for name in (OURS, PLAIN)} == {"pass"}
+    notes = [row.note for row in found if row.contender in (OURS, PLAIN, "torch.compile")]
+    assert not any(notes), notes  # all captured
 
 
 @pytest.mark.gpu
 def test_a_failed_capture_is_noticed_before_it_is_tried(v3) -> None:
-    device = torch.device("cuda", 0)
-
     def waiting(gate: Tensor, up: Tensor) -> Tensor:
         result: Tensor = v3.swiglu_reference(gate, up)
         assert result.sum().item() == result.sum().item()
         return result
 
     case = dataclasses.replace(small_case("swiglu"), rivals={"a": waiting})
-    stream = torch.cuda.Stream(device)
-    setting = Setting(device, PRECISIONS["fp32"], seed=0, rounds=3, stream=stream)
-    with torch.cuda.stream(stream):
-        rows = measure.measure_case(case, setting, measure.time_contenders)
-        torch.randn(3, device=device)
-    notes = {row.contender: row.note for row in rows}
-    assert notes["a"] == "forward timed launch by launch: it waits for the device"
-    assert not notes[cases.PLAIN]
+    with contenders.on_its_stream(stream := torch.cuda.Stream()):
+        setting = Setting(torch.device("cuda", 0), PRECISIONS["fp32"], stream)
+        data = calls.draw_data(case, setting, 1)
+        found = {
+            name: contenders.Program(
+                *(case, function, FORWARD, setting, data, 0.0, torch.cuda.graph_pool_handle())
+            )
+            for name, function in (("a", waiting), (PLAIN, case.plain))
+        }
+        assert all(program.timed_ms() > 0 for program in found.values())
+        torch.randn(3, device=setting.device)
+    assert found["a"].note == "forward timed launch by launch: it waits for the device"
+    assert not found[PLAIN].note

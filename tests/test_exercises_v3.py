@@ -1,6 +1,7 @@
 """V3's exercises: an untouched starter fails, the solution passes, wrong answers get a reason."""
 
 import contextlib
+import dataclasses
 import json
 import re
 import subprocess
@@ -25,9 +26,11 @@ from exercise_cases import (
 
 pytest.importorskip("triton")
 
+from workshop import records
 from workshop.exercises import frame, runner
 from workshop.exercises.frame import Item, Work
 from workshop.kernels import inspect as inspection
+from workshop.labs import LabRun
 
 CODING = ("triton_basics", "custom_kernels")
 
@@ -249,7 +252,7 @@ def test_unanswered_questions_are_red_and_the_solution_passes(inspected: Path) -
     assert [item.what for item in items if item.ok] == [items[0].what]
     items = tuned(inspected)
     assert not red(items)
-    assert "measured: results/reference/nvidia_h200/kernels/kernels.json" in items[0].what
+    assert "measured: results/reference/nvidia_h200/kernels/runs/" in items[0].what
 
 
 FINDINGS = {
@@ -285,18 +288,20 @@ def test_a_prediction_that_is_off_is_green_and_explained(inspected: Path) -> Non
 
 
 def test_ones_own_benchmark_goes_before_the_reference(inspected: Path) -> None:
-    reference = ROOT / "results/reference/nvidia_h200/kernels/kernels.json"
-    content = json.loads(reference.read_text(encoding="utf-8"))
-    own = inspected / "kernels/kernels.json"
-    content["interpreted"] = True  # a laptop's has no times
-    own.write_text(json.dumps(content), encoding="utf-8")
+    def written(sizes: str = "", **ceilings: float | None) -> None:
+        """One's own file: the reference's rows, but for some."""
+        (path,) = records.files_in(ROOT / "results/reference/nvidia_h200/kernels")
+        comparison = records.load(path)
+        kept = [run for run in comparison.runs if isinstance(run, LabRun) and sizes in run.subject]
+        comparison.runs = [dataclasses.replace(run, **ceilings) for run in kept]
+        comparison.write(records.path_in(inspected / "kernels", comparison.session))
+
+    written(ceiling_gbs=None)  # a laptop's has no times
     assert not red(tuned(inspected))
-    content["interpreted"], content["ceilings"]["GB/s"] = False, 2000.0
-    own.write_text(json.dumps(content), encoding="utf-8")
+    written(ceiling_gbs=2000.0)
     wrong = red(tuned(inspected))
     assert "forward, small: of the copy rate: yours, 79%, is 2.11 times too low" in wrong
-    content["rows"] = [row for row in content["rows"] if row["size"] != "65536 x 2048"]
-    own.write_text(json.dumps(content), encoding="utf-8")
+    written("8192 x 1024", ceiling_gbs=2000.0)
     assert "has no times of rms_norm at 65536 x 2048: run" in red(tuned(inspected))
 
 

@@ -65,7 +65,7 @@ CASES = """def swiglu_cases() -> Iterator[Case]:
     yield Case("gated", "3x5x152", drawn((3, 5, 152), (3, 5, 152)))
 """
 BENCHMARK = """def gated(rows: int, width: int) -> Case:
-    return row_case("gated", (rows, width), (3, 5), ("gate", "up"), rivals={})
+    return row_case("gated", plain_swiglu, (rows, width), (3, 5), ("gate", "up"), rivals={})
 
 
 OPS = {

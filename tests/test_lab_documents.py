@@ -13,7 +13,6 @@ from labs.inference_benchmark import documents, request, single
 from labs.inference_benchmark.documents import CHECKLIST, README
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
-from workshop.operators import Bench, Operator
 from workshop.results import Parity
 
 STUDIES = [
@@ -58,12 +57,12 @@ def test_a_documents_command_writes_the_runs_that_it_shows(subject: str, command
 
 
 def test_what_is_not_measured_has_a_line_with_its_command() -> None:
-    found = documents.parts([], [], TABLE)
+    found = documents.parts([], TABLE)
     texts = [text for its in found.values() for text in its.values()]
     commands = re.findall(r"Not measured yet: `(.*)`\.$", "\n".join(texts), re.M)
     assert set(commands) == {command for _, command in [*STUDIES, documents.NETWORKS]} | {
         documents.B_LADDER,
-        documents.BENCH,
+        documents.PREDEFINED,
     }
     assert "| `B --compare precision` |" in found[CHECKLIST]["techniques"]
 
@@ -76,14 +75,14 @@ def test_the_ladder_says_what_each_rung_gains() -> None:
         *session(subject, times),
         lab_run("fp16, wrong", 1.0, subject=subject, status="gate failed", gate=red, created="3"),
     ]
-    found = documents.parts(runs, [], TABLE)
+    found = documents.parts(runs, TABLE)
     text = found[README]["ladder"]
     assert f"NVIDIA H200, PyTorch 2.13.0, commit 0123456: `{command}`" in text
     assert text.count("Not measured yet") == 2
     # An older session, and another lab's runs of the same name, do not count.
     old = session(subject, {"fp32": 5.0}, session="2025")
     other = session(subject, {"fp32": 5.0}, lab="another_lab", session="2027")
-    assert documents.parts([*old, *other, *runs], [], TABLE) == found
+    assert documents.parts([*old, *other, *runs], TABLE) == found
     first = cells(text, "fp32")
     assert first[1:] == ["3,184", "10.050", "11.110", "-", "pass"]
     assert cells(text, "fp16")[4].startswith("2.00x [1.9")
@@ -101,7 +100,7 @@ def test_the_ladder_says_what_each_rung_gains() -> None:
 def test_a_comparison_is_quoted_in_the_table_of_techniques() -> None:
     times = {"fp32": 10.0, "tf32": 8.0, "bf16": 4.0, "fp16": 5.0}
     runs = session(documents.PRECISION[0], times)
-    found = documents.parts(runs, [], TABLE)[CHECKLIST]
+    found = documents.parts(runs, TABLE)[CHECKLIST]
     half = cells(found["techniques"], "bf16 or fp16")[4]
     assert re.match(r"bf16 2\.50x \[.*\]; fp16 2\.00x \[.*\], NVIDIA H200; `B --compare", half)
     assert cells(found["wins"], "tf32")[4].startswith("1.25x [")
@@ -118,7 +117,7 @@ def test_ours_is_compared_with_the_fastest_peer() -> None:
     for run in session(documents.PEERS[256][0], times):
         peer = run.variant.split(",")[0]
         runs.append(dataclasses.replace(run, options={"peer": peer if peer != "fp16" else ""}))
-    text = documents.parts(runs, [], TABLE)[README]["peers"]
+    text = documents.parts(runs, TABLE)[README]["peers"]
     assert re.search(
         r"^`fp16, graph` over the fastest peer, `timm, .*`: 2\.00x \[.*\]\.$", text, re.M
     )
@@ -135,24 +134,28 @@ def test_all_networks_are_one_table_of_pairs() -> None:
             options |= {"compile": "{}"} if "compile" in variant else {}
             runs.append(lab_run(variant, ms, subject=subject, baseline="", options=options))
     runs.append(lab_run(subject="vgg11, batch 32, 224 x 224, inference, all networks"))
-    text = documents.parts(runs, [], TABLE)[README]["networks"]
+    text = documents.parts(runs, TABLE)[README]["networks"]
     assert cells(text, "vgg16")[1:4] == ["3,200", "12,800", "4.00x"]
     assert cells(text, "alexnet")[1:4] == ["3,200", "6,400", "2.00x"]
     assert "vgg11" not in text and "Not measured" not in text
 
 
 def test_the_newest_run_of_each_kind_of_the_operator_bench_is_quoted() -> None:
-    row = Operator("add", "64-1024", "fp32", "memory", "pass", "", 4100.0, 0.5, 0.95)
-    benches = [
-        Bench("NVIDIA H200", "1", (dataclasses.replace(row, gbs=1.0),)),
-        Bench("NVIDIA H200", "2", (row,)),
-        Bench("NVIDIA H200", "2", (row, row)),
+    def bench(session_: str, number: int, gbs: float) -> list[LabRun]:
+        rate = {"bytes_per_step": gbs * 1e6, "ceiling_gbs": 5000.0, "metrics": {"cached": True}}
+        names = {"lab": documents.BENCH, "subject": f"{number} operators", "session": session_}
+        variants = ("add 64-1024", "mul 64-1024")[:number]
+        about = {"options": {"precision": "fp32"}, "baseline": "", "units_per_step": 1}
+        return [lab_run(variant, 1.0, **names, **rate, **about) for variant in variants]
+
+    runs = [*bench("1", 1, 1.0), *bench("2", 1, 4100.0), *bench("3", 2, 4100.0)]
+    text = documents.parts(runs, TABLE)[documents.OPERATORS]["operators"]
+    assert text.count(" 64-1024 | pass, cached | 4,100 GB/s | 82.0% |") == 3
+    assert re.findall("^### (.*)$", text, re.M) == [
+        f"TorchTensorOpsBench: {number} operators, fp32, NVIDIA H200" for number in (1, 2)
     ]
-    text = documents.parts([], benches, TABLE)[documents.OPERATORS]["operators"]
-    assert text.count("| add 64-1024 | pass | 4,100 GB/s | 95.0% |") == 3
-    assert text.count("###") == 2
 
 
 def test_a_technique_that_the_table_does_not_have_is_named() -> None:
     with pytest.raises(WorkshopError, match=r"CHECKLIST.md: no technique 'graph' in its table"):
-        documents.parts([], [], TABLE.replace("| graph |", "| graphs |"))
+        documents.parts([], TABLE.replace("| graph |", "| graphs |"))

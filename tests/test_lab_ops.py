@@ -1,8 +1,6 @@
 """The lab's operator bench: wrong operators get no time, bytes are counted right."""
 
-import dataclasses
 import importlib.util
-import json
 import re
 import shlex
 import sys
@@ -11,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from stored_runs import call_run
 from torch import Tensor
 
-from workshop import operators
+from labs.inference_benchmark import documents
+from workshop import records
 from workshop.errors import ANSWER_IS_NO, DONE, WRONG_USAGE
+from workshop.labs import LabRow, LabRun, build_rows
 from workshop.profilers import load as profiles
-from workshop.roofline.ceilings import Measurement
-from workshop.roofline.model import COMPUTE, DATA_SHEET, MEASURED, MEMORY
+from workshop.roofline import model
 from workshop.run import hardware
 from workshop.run.precision import PRECISIONS
 
@@ -37,25 +37,29 @@ SIZES |= dict.fromkeys(("bmm", "baddbmm"), ("3-65-40", "3-40-33"))
 GBS, FP32_TFLOPS = 10.0, 0.1
 
 
-def measurement(**device: str) -> Measurement:
-    described: dict[str, Any] = {"type": "cpu", "name": "a CPU", **device}
-    return Measurement(described, {"torch": "2"}, "2026-01-01T00:00:00", GBS, {"fp32": FP32_TFLOPS})
+def measurement(**device: str) -> LabRun:
+    rates = {"ceiling_gbs": GBS, "ceiling_tflops": FP32_TFLOPS}
+    options = {"precision": "fp32", "cache_bytes": 1000}
+    about = {"type": "cpu", "name": "a CPU", **device}
+    return call_run(lab=documents.BENCH, **rates, options=options, device=about)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No measuring of ceilings, and a small cache to empty."""
     monkeypatch.setattr(bench, "measure_ceilings", lambda _: measurement())
-    monkeypatch.setattr(bench, "cache_bytes", lambda _: 1000)
+    monkeypatch.setattr(hardware, "cache_bytes", lambda _: 1000)
 
 
 def setting(precision: str = "fp32", cache: int = 1000) -> bench.Setting:
     return bench.Setting(CPU, PRECISIONS[precision], cache, 2, 1, False, None)
 
 
-def run(folder: Path, *words: str) -> tuple[int, list[dict[str, Any]]]:
+def run(folder: Path, *words: str) -> tuple[int, list[LabRow]]:
+    """The exit status, and the rows of the newest session."""
     status = bench.main([*SMALL, "--output-dir", str(folder), *words])
-    return status, json.loads((folder / "ops.json").read_text())["operators"]
+    runs = records.load_folder(folder, LabRun)
+    return status, build_rows(run for run in runs if run.session == runs[-1].session)
 
 
 # --- the sets and the flags ----------------------------------------------------------------------
@@ -81,12 +85,12 @@ def test_predefined_operators_are_right_and_timed(tmp_path: Path, flags: list[st
         name + "_" * ("--inplace" in flags and i < 9)
         for i, name in enumerate(tensor_ops.PREDEFINED)
     ]
-    assert [row["op"] for row in rows] == [name + suffix for name in in_place]
+    assert [row.label.split()[0] for row in rows] == [name + suffix for name in in_place]
     for row in rows:
-        assert row["status"] in ("pass", "pass, cached") and len(row["samples_ms"]) == 2, row
-        rate = row["amounts"]["read"] + row["amounts"]["written"]
-        assert row["gbs"] == pytest.approx(rate / row["median_ms"] / 1e6)
-        assert row["of_ceiling"] == pytest.approx(row["gbs"] / GBS)
+        first = row.first
+        assert row.gate == "pass" and len(first.step_ms) == 2, row
+        assert first.bytes_per_step == first.metrics["read"] + first.metrics["written"]
+        assert row.ceiling_share == pytest.approx(row.gbs / GBS)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -96,8 +100,8 @@ def test_every_operator_is_right(op: str, precision: str) -> None:
         case = make_case("add_", "sparse", "50-33", "40")
     else:
         case = make_case(op, None, *SIZES.get(op, (DIM, None)))
-    row = bench.measure_row(case, setting(precision))
-    assert row.status == "pass" and len(row.samples_ms) == 2, row
+    run = bench.measure_row(case, setting(precision), measurement())
+    assert run.gate.status == "pass" and len(run.step_ms) == 2, run
 
 
 def test_input_dim_stands_for_both() -> None:
@@ -153,7 +157,7 @@ def test_a_wrong_operator_is_red(op: str, monkeypatch, tmp_path: Path, capsys) -
     dims = SIZES.get(op, (DIM, DIM))
     status, (row,) = run(tmp_path, "--op", op, "--input1-dim", dims[0], "--input2-dim", dims[1])
     assert status == ANSWER_IS_NO
-    assert (row["status"], row["samples_ms"], row["gbs"]) == ("FAIL", [], None)
+    assert (row.gate, row.first.status, row.first.step_ms) == ("fail", "gate failed", [])
     assert "roundings of fp32, allowed" in capsys.readouterr().out
     assert not (tmp_path / "roofline.png").exists()
 
@@ -171,8 +175,8 @@ def like(op: str) -> Any:
 @pytest.mark.parametrize("fault", [skips_a_row, moves_another])
 def test_a_wrong_sparse_addition_is_red(fault, monkeypatch) -> None:
     monkeypatch.setattr(tensor_ops, "find_function", lambda _: fault)
-    row = bench.measure_row(make_case("add", "sparse", "50-33", "20"), setting())
-    assert row.status == "FAIL" and not row.samples_ms
+    run = bench.measure_row(make_case("add", "sparse", "50-33", "20"), setting(), measurement())
+    assert run.gate.status == "fail" and not run.step_ms
 
 
 def test_one_wrong_element_of_many_parts_is_red(monkeypatch) -> None:
@@ -228,15 +232,11 @@ def test_half_the_bytes_at_half_the_size() -> None:
 # --- physics -------------------------------------------------------------------------------------
 
 
-def timed(op: str, dims: tuple[str, str | None], ms: float, cache: int) -> tuple[str, float | None]:
-    """Status and share of the data sheet of a row with that time, on an H200 (4,800 GB/s; 66.9
-    TFLOP/s in fp32)."""
-    row = bench.new_row(make_case(op, None, *dims), setting())
-    row.samples_ms = [ms]
-    report = bench.Report([row], measurement(type="cuda", name="NVIDIA H200"), cache)
-    flagged = any(note.startswith("IMPLAUSIBLE") for note in report.notes())
-    assert flagged == (report.status(row) == "IMPLAUSIBLE")
-    return report.status(row), report.share(row, DATA_SHEET)
+def timed(op: str, dims: tuple[str, str | None], ms: float, **device: str) -> LabRun:
+    """The record of an operator with that time."""
+    run = bench.new_run(make_case(op, None, *dims), setting(), measurement(**device))
+    run.step_ms, run.gate.status = [ms], "pass"
+    return run
 
 
 @pytest.mark.parametrize(
@@ -249,19 +249,21 @@ def timed(op: str, dims: tuple[str, str | None], ms: float, cache: int) -> tuple
     ],
 )
 def test_faster_than_the_chip_is_implausible(op, dims, cache, fastest_ms) -> None:
-    assert timed(op, dims, fastest_ms * 1.01, cache)[0] == "pass"
-    assert timed(op, dims, fastest_ms * 0.99, cache)[0] == "IMPLAUSIBLE"
+    for factor, flagged in ((1.01, False), (0.99, True)):
+        run = timed(op, dims, fastest_ms * factor, type="cuda", name="NVIDIA H200")
+        run.options["cache_bytes"] = cache
+        assert any("IMPLAUSIBLE" in flag for flag in model.flags(bench.roofline([run]))) == flagged
 
 
 def test_shares_are_of_the_limit_that_the_rate_belongs_to() -> None:
-    product = bench.new_row(make_case("mm", None, "100-100", None), setting())
-    addition = bench.new_row(make_case("add", None, "100-100", None), setting())
-    product.samples_ms = addition.samples_ms = [1.0]
-    report = bench.Report([product, addition], measurement(), 0)
-    assert (product.kind, addition.kind) == (COMPUTE, MEMORY)
-    assert report.share(product, MEASURED) == pytest.approx(2e6 / 1e-3 / (FP32_TFLOPS * 1e12))
-    assert report.share(addition, MEASURED) == pytest.approx(12e4 / 1e-3 / (GBS * 1e9))
-    assert report.share(addition, DATA_SHEET) is None
+    rates = {"mm": 2e6 / 1e-3 / (FP32_TFLOPS * 1e12), "add": 12e4 / 1e-3 / (GBS * 1e9)}
+    for op, share in rates.items():
+        run = timed(op, ("100-100", None), 1.0)
+        run.metrics["cached"] = False
+        assert bench.cells(run)[3:5] == [f"{share:.1%}", "-"]
+    run = timed("add", ("4800-1000-1000", None), 24.0, type="cuda", name="NVIDIA H200")
+    run.metrics["cached"] = False
+    assert bench.cells(run)[4] == "50.0%"
 
 
 def test_the_cache_is_emptied_and_inputs_are_restored_outside_of_the_clock(monkeypatch) -> None:
@@ -287,7 +289,7 @@ def test_an_in_place_operator_begins_with_the_same_numbers_each_time(monkeypatch
         return [1.0]
 
     monkeypatch.setattr(bench, "time_calls", note)
-    bench.measure_row(case, setting())
+    bench.measure_row(case, setting(), measurement())
     (drawn,) = tensor_ops.draw(case, CPU, torch.float32)
     assert all(torch.equal(begun, drawn) for begun in begins_with) and len(begins_with) == 2
 
@@ -298,12 +300,12 @@ def test_an_in_place_operator_begins_with_the_same_numbers_each_time(monkeypatch
 def test_files_hold_every_row(tmp_path: Path, capsys) -> None:
     _, (row,) = run(tmp_path, "--op", "add_", "--input-dim", DIM, "--enable-profiling")
     text = (tmp_path / "ops.md").read_text()
-    assert re.search(r"^\| add_ \| 6-32-33, 6-32-33 \| \d", text, re.MULTILINE)
+    assert re.search(r"^\| add\\_ 6-32-33, 6-32-33 \| \d", text, re.MULTILINE)
     assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert "copy" in shown and "10 GB/s" in shown
     (command,) = re.findall(r"Trace: python -m workshop.profilers show (\S+)", shown)
-    assert command == row["trace"]
+    assert command == row.first.metrics["trace"]
     kernels = profiles.load(Path(command)).kernels
     assert {kernel.name: kernel.calls for kernel in kernels}["aten::add_"] == 2
     assert len(list(tmp_path.iterdir())) == 4
@@ -314,22 +316,23 @@ def test_a_table_is_narrow_and_a_second_run_says_what_it_replaces(tmp_path: Path
     for count in (0, 1):
         run(tmp_path, "--op", "add_", *words)
         shown = capsys.readouterr().out
-        table = shown[: shown.index("  ceilings of")].splitlines()
-        assert max(map(len, table)) <= 100 and "add_(bf16)" in shown
-        assert shown.count("They replace those of an earlier run") == count
+        table = shown[: shown.index("ceilings of")].splitlines()
+        assert max(map(len, table)) <= 120 and "add_(bf16)" in shown
+        assert shown.count("replace those of an earlier run") == count
 
 
 def test_torch_alone_is_enough(monkeypatch, tmp_path: Path, capsys) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert run(tmp_path, "--op", "sum", "--input-dim", DIM)[0] == DONE
-    assert "| sum | 6-32-33 |" in capsys.readouterr().out
+    words = ["--op", "sum", "--input-dim", DIM, "--output-dir", str(tmp_path)]
+    assert bench.main([*SMALL, *words]) == DONE
+    assert "| sum 6-32-33 |" in capsys.readouterr().out
     assert not (tmp_path / "roofline.png").exists()
 
 
 def test_what_memory_does_not_hold_is_said(monkeypatch, tmp_path: Path, capsys) -> None:
     monkeypatch.setattr(hardware, "free_memory_bytes", lambda _: 10**9)
     status, (row,) = run(tmp_path, "--input-dim", "1024-1024-1024")
-    assert (status, row["status"], row["samples_ms"]) == (ANSWER_IS_NO, "no memory", [])
+    assert (status, row.first.status, row.first.step_ms) == (ANSWER_IS_NO, "skipped", [])
     assert re.search(r"needs about 1\d\.\d GB, 1\.0 GB are free", capsys.readouterr().out)
 
 
@@ -341,19 +344,17 @@ def raises(error: Exception) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "message"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory"), "no memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "no memory"),
-        (RuntimeError("\"add_cpu\" not implemented for 'Half'"), "skipped"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "needs about"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "needs about"),
+        (RuntimeError("\"add_cpu\" not implemented for 'Half'"), "not implemented"),
     ],
 )
-def test_a_device_that_can_not_is_no_traceback(error, status, monkeypatch) -> None:
-    case = make_case("sum", None, "4-5", None)
-    row = bench.new_row(case, setting())
+def test_a_device_that_can_not_is_no_traceback(error, message, monkeypatch) -> None:
     monkeypatch.setattr(bench, "_fill", raises(error))
-    monkeypatch.setattr(bench, "new_row", lambda *_: dataclasses.replace(row))
-    assert bench.measure_row(case, setting()).status == status
+    run = bench.measure_row(make_case("sum", None, "4-5", None), setting(), measurement())
+    assert run.status == "skipped" and message in run.error
 
 
 @pytest.mark.parametrize(
@@ -395,9 +396,8 @@ def test_it_runs_from_its_own_folder(type_command, tmp_path: Path) -> None:
     words = ["--op", "add", "--input1-dim", "64-64", *SMALL, "--output-dir", tmp_path]
     ended = type_command("python", "torch_tensor_ops_bench.py", *words, folder=FOLDER)
     assert ended.returncode == DONE, ended.stderr
-    content = json.loads((tmp_path / "ops.json").read_text())
-    (row,) = operators.load(tmp_path / "ops.json").rows
-    assert (row.op, row.status) == ("add", "pass, cached") and row.gbs
-    assert content["copy_gbs"] > 0 and content["tflops"]["fp32"] > 0
-    assert content["cache_bytes"] > 10**5
-    assert {"python", "torch"} <= content["software"].keys()
+    (found,) = records.load_folder(tmp_path, LabRun)
+    assert found.variant == "add 64-64, 64-64" and found.metrics["cached"] and found.step_ms
+    assert found.ceiling_gbs and found.ceiling_tflops
+    assert int(found.options["cache_bytes"] or 0) > 10**5
+    assert {"python", "torch"} <= found.software.keys()

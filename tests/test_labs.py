@@ -10,7 +10,7 @@ import torch
 from stored_runs import lab_run, lab_session, reference, write, write_lab
 
 from analysis_tools import performance_dashboard, report_generator
-from workshop import labs, records, results, versions
+from workshop import labs, records, versions
 from workshop.collection import Collection
 from workshop.compare import lab_table, tables
 from workshop.compare.figures import SAVED
@@ -252,53 +252,11 @@ def dashboard(folder: Path) -> Snapshot:
     return Snapshot(collect(folder))
 
 
-OPERATOR: dict[str, Any] = {
-    "op": "add", "shapes": "64-1024", "dtype": "fp32", "kind": "memory", "status": "pass",
-    "note": "", "gbs": 4100.0, "tflops": 0.5, "of_ceiling": 0.95,
-    "samples_ms": [1.0], "allowed": 2.0,
-}  # fmt: skip
-
-
-def write_operators(folder: Path, **changes: Any) -> Path:
-    """A run of the operator bench: a row of memory, a product, and a wrong one."""
-    nothing = dict.fromkeys(("gbs", "tflops", "of_ceiling"))
-    wrong = OPERATOR | {"op": "norm", "status": "FAIL", "note": "off by 9 roundings"} | nothing
-    rows = [OPERATOR, OPERATOR | {"op": "mm", "kind": "compute", "status": "pass, cached"}, wrong]
-    content = {"schema_version": 1, "operators": rows, "device": {"name": "NVIDIA H200"}}
-    path = folder / "ops" / "ops.json"
-    results.write_json(path, content | {"session": "2"} | changes)
-    return path
-
-
-def test_the_operator_bench_is_shown_beside_the_labs(tmp_path: Path) -> None:
-    (tmp_path / "ops").mkdir()
-    path = write_operators(tmp_path)
-    snapshot = dashboard(tmp_path)
-    assert not snapshot.broken
-    choice = snapshot.settle(Choice())
-    assert choice.lab == "TorchTensorOpsBench: 3 operators in fp32, NVIDIA H200"
-    (block,) = blocks.view(LABS, snapshot, choice)
-    assert block.table is not None
-    texts = [[getattr(cell, "text", cell) for cell in row] for row in block.table.rows]
-    assert texts == [
-        ["add 64-1024", "pass", "4,100 GB/s", "95.0%"],
-        ["mm 64-1024", "pass, cached", "0.5 TFLOP/s", "95.0%"],
-        ["norm 64-1024", "FAIL", "-", "-"],
-    ]
-    assert [getattr(row[1], "look", "") for row in block.table.rows] == ["good", "good", "bad"]
-    assert "norm 64-1024: off by 9 roundings" in block.after
-    write_lab(tmp_path, *lab_session())
-    snapshot = dashboard(tmp_path)
-    assert "resnet50" in snapshot.settle(Choice()).lab and len(snapshot.lab_keys) == 2
-    assert snapshot.settle(choice).lab == choice.lab
-    report = content.build(collect(tmp_path), title="")
-    assert [alarm.text for alarm in report.alarms if alarm.kind == "FAIL"][1:] == [
-        f"{choice.lab}: norm 64-1024: off by 9 roundings"
-    ]
-    assert "| add 64-1024 | pass | 4,100 GB/s | 95.0% |" in pages.markdown_page(report, tmp_path)
-    write_operators(tmp_path, operators=[OPERATOR | {"gbs": "many"}])
-    (broken,) = collect(tmp_path).broken
-    assert broken.path == path and "operators[0].gbs: expected" in broken.reason
+def test_a_rate_in_bytes_is_compared_with_the_copy() -> None:
+    product, copy = lab_run(), lab_run("copy", bytes_per_step=4e10, ceiling_gbs=5000.0)
+    first, second = (labs.LabRow((run,)) for run in (product, copy))
+    assert (first.gbs, first.ceiling_share) == (None, pytest.approx(0.5))
+    assert (second.gbs, second.ceiling_share) == (pytest.approx(4000.0), pytest.approx(0.8))
 
 
 def test_the_dashboard_of_labs_alone(tmp_path: Path) -> None:

@@ -334,11 +334,11 @@ def test_broken_files_are_named_and_do_no_harm(tmp_path: Path) -> None:
     cut = write(tmp_path, reference("v2"), "cut")
     cut.write_text(cut.read_text()[:300])
     write(tmp_path, reference("v2"), "typed", step_ms="fast")
-    benchmark = json.loads((H200 / "kernels" / "kernels.json").read_text())
-    benchmark["rows"][0]["samples"] = "none"
+    (benchmark,) = records.files_in(H200 / "kernels")
+    broken = benchmark.read_text().replace('"phase_ms": {', '"phase": {', 1)
     for name, text in (
         ("profiles/v1/ncu/kernels.json", '{"schema_version": 1, "kernel_table": 3}'),
-        ("kernels/kernels.json", json.dumps(benchmark)),
+        ("kernels/runs/a.jsonl", broken),
         ("harness/harness_v1.json", '{"version": "v1"}'),
         (
             "ceilings/other.json",
@@ -354,8 +354,8 @@ def test_broken_files_are_named_and_do_no_harm(tmp_path: Path) -> None:
     named = html[html.index('id="broken"') :], markdown[markdown.index("Broken files") :]
     for text in named:
         assert "v2_cut.jsonl" in text.replace("\\", "") and "truncated" in text
-        assert "step_ms: expected" in text.replace("\\", "") and "samples" in text
-        assert text.count("kernels.json") >= 2 and "harness" in text
+        assert "step_ms: expected" in text.replace("\\", "") and "phase is unknown" in text
+        assert "kernels.json" in text and "a.jsonl" in text and "harness" in text
     assert "5 broken files" in html and "other.json" in html and "other.json" in markdown
     assert page.tags.count("img") == 1
 

@@ -1,33 +1,30 @@
 """All results below some folders, kept up to date while new ones are written.
 
-Runs of versions and labs, results of the operator bench, and the kernel tables of profilers with
-the record of what was profiled. A file is read once, and again when it has changed. One that is
+Runs of versions and labs, and the kernel tables of profilers with the record of what was profiled.
+A file is read once, and again when it has changed. One that is
 broken is listed, and harms no other.
 """
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from workshop import file_kinds, operators, records, results
+from workshop import records
 from workshop.compare.rows import size_name, variant
 from workshop.errors import WorkshopError
-from workshop.file_kinds import BENCHMARK, KERNEL_TABLE, OPERATORS, RUNS
-from workshop.labs import LabRun
+from workshop.labs import KERNELS, LabRun
 from workshop.profilers import kernel_file
 from workshop.profilers.names import printable
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import KernelTable
 from workshop.results import Run, RunResult
-from workshop.roofline import ceilings
 from workshop.versions import VERSIONS
 
-RUNS_FOLDER, PROFILES_FOLDER = "runs", "profiles"
-"""Files below them are taken for results; those below the second if they have the name of a kernel
-table or of its run's record."""
+RUNS_FOLDER = "runs"
+"""Files of JSON lines below one are comparisons."""
 
 
 R = TypeVar("R", bound=Run)
@@ -43,14 +40,6 @@ class Stored(Generic[R]):
 
 StoredRun = Stored[RunResult]
 StoredLab = Stored[LabRun]
-
-
-@dataclass(frozen=True)
-class StoredOperators:
-    """A result file of the operator bench."""
-
-    path: Path
-    bench: operators.Bench
 
 
 @dataclass(frozen=True)
@@ -117,14 +106,6 @@ def _facts(profile: Profile, top: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Benchmark:
-    """A result of V3's benchmark of kernels, and the name of the device that it ran on."""
-
-    path: Path
-    device: str
-
-
-@dataclass(frozen=True)
 class Broken:
     """A file of this workshop that can't be read; the reason names it and what is wrong."""
 
@@ -132,7 +113,7 @@ class Broken:
     reason: str
 
 
-_Content = list[Run] | StoredOperators | KernelTable | Benchmark | Broken | None
+_Content = list[Run] | KernelTable | Broken | None
 
 
 @dataclass(frozen=True)
@@ -144,9 +125,9 @@ class _File:
 
 
 class Collection:
-    """The results below some folders. `refresh` replaces `runs`, `lab_runs` and `operators` (oldest
-    session first), `profiles` (by folder), `benchmarks` and `broken` (by path) by new lists; a
-    reader may keep the old ones.
+    """The results below some folders. `refresh` replaces `runs` and `lab_runs` (oldest session
+    first), `kernels` (those lab runs that are V3's benchmark's, by file), `profiles` (by folder)
+    and `broken` (by path) by new ones; a reader may keep the old ones.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -157,9 +138,8 @@ class Collection:
         self.folders = tuple(dict.fromkeys(folder.resolve() for folder in folders))
         self.runs: list[StoredRun] = []
         self.lab_runs: list[StoredLab] = []
-        self.operators: list[StoredOperators] = []
+        self.kernels: dict[Path, list[LabRun]] = {}
         self.profiles: list[Profile] = []
-        self.benchmarks: list[Benchmark] = []
         self.broken: list[Broken] = []
         self._files: dict[Path, _File] = {}
 
@@ -179,22 +159,19 @@ class Collection:
         return True
 
     def _read(self, path: Path) -> _Content:
-        try:
-            read = _READERS.get(self._kind(path))
-            return read(path) if read else None
-        except WorkshopError as error:
-            return Broken(path, str(error))
-
-    def _kind(self, path: Path) -> str:
-        """The kind of a file, by its first keys or else by its place; empty for another's."""
-        if kind := file_kinds.kind_of(path):
-            return kind
+        """The content of a kernel table or of a profile's record, which have their names, or of a
+        comparison, which has its place."""
         top = next(folder for folder in self.folders if folder in path.parents)
         within = {top.name, *path.parent.relative_to(top).parts}
-        if PROFILES_FOLDER in within:
-            return {kernel_file.JSON_FILE: KERNEL_TABLE, RUN_FILE: RUNS}.get(path.name, "")
         is_place = RUNS_FOLDER in within or path.parent in self.folders
-        return RUNS if is_place and path.suffix == records.SUFFIX else ""
+        try:
+            if path.name == kernel_file.JSON_FILE:
+                return kernel_file.read(path)
+            if path.name == RUN_FILE or (is_place and path.suffix == records.SUFFIX):
+                return records.load(path).runs
+        except WorkshopError as error:
+            return Broken(path, str(error))
+        return None
 
     def _sort(self) -> None:
         found = [(path, self._files[path].content) for path in sorted(self._files)]
@@ -203,12 +180,13 @@ class Collection:
         runs.sort(key=lambda one: (one[1].session, one[0]))
         self.runs = [StoredRun(p, run) for p, run in runs if isinstance(run, RunResult)]
         self.lab_runs = [StoredLab(p, run) for p, run in runs if isinstance(run, LabRun)]
-        benches = (c for _, c in found if isinstance(c, StoredOperators))
-        self.operators = sorted(benches, key=lambda one: (one.bench.session, one.path))
+        self.kernels = {}
+        for one in self.lab_runs:
+            if one.run.lab == KERNELS:
+                self.kernels.setdefault(one.path, []).append(one.run)
         profiled = {path: its[-1] for path, its in files if path.name == RUN_FILE and its}
         tables = ((path.parent, c) for path, c in found if isinstance(c, KernelTable))
         self.profiles = [_profile(folder, table, profiled) for folder, table in tables]
-        self.benchmarks = [c for _, c in found if isinstance(c, Benchmark)]
         self.broken = [c for _, c in found if isinstance(c, Broken)]
 
 
@@ -235,22 +213,6 @@ def _json_files(folder: Path) -> Iterator[tuple[Path, tuple[int, int]]]:
 
 def _contents(files: dict[Path, _File]) -> dict[Path, tuple[int, int]]:
     return {path: file.stamp for path, file in files.items() if file.content is not None}
-
-
-def _benchmark(path: Path) -> Benchmark | None:
-    """The benchmark; None for one in Triton's interpreter, which measured no ceilings."""
-    if not results.read_json(path).get("ceilings"):
-        return None
-    return Benchmark(path, str(ceilings.load(path).device.get("name")))
-
-
-_READERS: dict[str, Callable[[Path], _Content]] = {
-    RUNS: lambda path: records.load(path).runs,
-    OPERATORS: lambda path: StoredOperators(path, operators.load(path)),
-    KERNEL_TABLE: kernel_file.read,
-    BENCHMARK: _benchmark,
-}
-"""By kind of file; the others are passed over."""
 
 
 def _profile(folder: Path, table: KernelTable, profiled: dict[Path, Run]) -> Profile:

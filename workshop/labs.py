@@ -22,6 +22,8 @@ TOLD = (
 )
 """The fields of a LabRun that its process tells the judge: the others are what it was asked for,
 and its times."""
+KERNELS = "kernels"
+"""The `lab` of rows of workshop.kernels.benchmark."""
 
 
 @dataclass(kw_only=True)
@@ -42,9 +44,15 @@ class LabRun(Run):
     one."""
     single_step_ms: list[float] = field(default_factory=list)
     """Where `step_ms` has the means of whole epochs."""
+    phase_ms: dict[str, list[Positive]] = field(default_factory=dict)
+    """Times of a step's parts, where each is timed alone."""
     flops_per_step: float | None = None
+    bytes_per_step: float | None = None
+    """Read and written, of a step whose rate is in bytes."""
     ceiling_tflops: Positive | None = None
     """The rate that a large matrix product reached on this device at this precision."""
+    ceiling_gbs: Positive | None = None
+    """The same of a large copy."""
     metrics: dict[str, Value] = field(default_factory=dict)
     """Measures of this lab alone."""
 
@@ -132,6 +140,12 @@ class LabRow:
         return flops / ms / 1e9 if ms and flops else None
 
     @property
+    def gbs(self) -> float | None:
+        """Bytes a second, in GB/s."""
+        ms, moved = self.step_ms, self.first.bytes_per_step
+        return moved / ms / 1e6 if ms and moved else None
+
+    @property
     def peak_memory_mb(self) -> float | None:
         """The largest process's; None for a row that failed, which has no numbers."""
         if self.failed:
@@ -148,16 +162,18 @@ class LabRow:
     @property
     def peak_share(self) -> float | None:
         """Useful operations a second, as a share of the data sheet's peak, of all devices."""
-        return self._share(run.peak_tflops for run in self.runs)
+        return self._share(self.tflops, (run.peak_tflops for run in self.runs))
 
     @property
     def ceiling_share(self) -> float | None:
-        """The same, of what a large matrix product reached."""
-        return self._share(run.ceiling_tflops for run in self.runs)
+        """The same, of what a large matrix product reached, or a large copy."""
+        if self.first.bytes_per_step:
+            return self._share(self.gbs, (run.ceiling_gbs for run in self.runs))
+        return self._share(self.tflops, (run.ceiling_tflops for run in self.runs))
 
-    def _share(self, limits: Iterable[float | None]) -> float | None:
+    def _share(self, rate: float | None, limits: Iterable[float | None]) -> float | None:
         # Each process measures anew: a busy minute must not give a greater share.
-        limit, rate = max((limit for limit in limits if limit), default=None), self.tflops
+        limit = max((limit for limit in limits if limit), default=None)
         return rate / limit / self.first.processes if rate and limit else None
 
     @property

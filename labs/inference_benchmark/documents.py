@@ -15,9 +15,9 @@ from workshop.compare import lab_table, tables
 from workshop.compare.markdown import code, escape, fill_last_column
 from workshop.compare.markdown import table as markdown_table
 from workshop.compare.rows import ratio
+from workshop.compare.tables import Line, Table
 from workshop.errors import WorkshopError
 from workshop.labs import LabRow, LabRun
-from workshop.operators import Bench
 from workshop.run.timing import Ratio
 
 FOLDER = Path(__file__).parent
@@ -65,24 +65,21 @@ NETWORKS = ", all networks", f"{ON} all --batch-size 32 --fp16 1 --jobs 16"
 PRECISION = _resnet(USUAL, "compare precision", f"{B} --compare precision")
 BATCH_SIZE = _resnet(None, "compare batch-size", f"{B} --compare batch-size")
 B_LADDER = f"{B} --ladder"
-BENCH = "python torch_tensor_ops_bench.py --run-predefined"
+BENCH, PREDEFINED = "TorchTensorOpsBench", "python torch_tensor_ops_bench.py --run-predefined"
+"""The operator bench's name as a lab, and a command."""
 
 
-def parts(
-    runs: Iterable[LabRun], benches: Iterable[Bench], old_techniques: str
-) -> dict[Path, dict[str, str]]:
+def parts(runs: Sequence[LabRun], old_techniques: str) -> dict[Path, dict[str, str]]:
     """The text between the markers of the documents.
 
     Args:
-        runs: of any labs.
-        benches: runs of the operator bench, oldest first.
+        runs: of any labs, the operator bench's among them.
         old_techniques: CHECKLIST.md's table of techniques, whose last column is filled in.
     """
     groups: Groups = {}
     for rows in labs.newest(run for run in runs if run.lab == LAB):
-        for subject in dict.fromkeys(row.first.subject for row in rows):
-            own = [row for row in rows if row.first.subject == subject]
-            groups.setdefault(subject, []).append(own)
+        for own in _by_subject(rows):
+            groups.setdefault(own[0].first.subject, []).append(own)
     return {
         README: {
             "ladder": _several(groups, LADDERS, _ladder_table),
@@ -94,8 +91,13 @@ def parts(
             TECHNIQUES: _techniques(groups, old_techniques),
             WINS: _wins(groups),
         },
-        OPERATORS: {"operators": _operators(benches)},
+        OPERATORS: {"operators": _operators(runs)},
     }
+
+
+def _by_subject(rows: list[LabRow]) -> list[list[LabRow]]:
+    subjects = dict.fromkeys(row.first.subject for row in rows)
+    return [[row for row in rows if row.first.subject == one] for one in subjects]
 
 
 # --- blocks --------------------------------------------------------------------------------------
@@ -220,11 +222,24 @@ def _pair(rows: Sequence[LabRow]) -> Pair | None:
 # --- operators -----------------------------------------------------------------------------------
 
 
-def _operators(benches: Iterable[Bench]) -> str:
-    """The newest run of each kind."""
-    newest = {bench.title: bench for bench in benches}
-    found = [lab_table.operator_table(bench) for bench in newest.values()]
-    return tables.markdown(found, heading="###") or lab_table.not_measured(BENCH)
+def _operators(runs: Sequence[LabRun]) -> str:
+    """The newest run of each kind: each operator's rate, and its share of the ceiling."""
+    found = labs.newest(run for run in runs if run.lab == BENCH)
+    header = ("operator", "verdict", "rate", "of ceiling")
+    shown = [
+        Table(lab_table.title(rows), header, [Line(_operator(row)) for row in rows], left=(0, 1))
+        for group in found
+        for rows in _by_subject(group)
+    ]
+    return tables.markdown(shown) or lab_table.not_measured(PREDEFINED)
+
+
+def _operator(row: LabRow) -> list[str]:
+    value, unit = (row.gbs, "GB/s") if row.first.bytes_per_step else (row.tflops, "TFLOP/s")
+    rate = "-" if value is None else f"{value:,.4g} {unit}"
+    cached = ", cached" if row.first.metrics.get("cached") else ""
+    share = tables.number(row.ceiling_share, ".1%")
+    return [row.first.variant, lab_table.verdict(row) + cached, rate, share]
 
 
 # --- CHECKLIST.md --------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from workshop.compare.rows import ONE_PROCESS, ratio
 from workshop.compare.tables import Line, Report, Table, number
 from workshop.errors import printable
 from workshop.labs import LabRow
-from workshop.operators import Bench
 from workshop.results import FAIL, NOT_AUDITED, PASS, SKIPPED
 
 _STYLES = {FAIL: "red", "IMPLAUSIBLE": "red", SKIPPED: "dim", NOT_AUDITED: "dim"}
@@ -51,17 +50,6 @@ def _columns(table: Table, columns: Sequence[int]) -> Table:
         dataclasses.replace(line, cells=[line.cells[i] for i in columns]) for line in table.lines
     ]
     return dataclasses.replace(table, header=[table.header[i] for i in columns], lines=lines)
-
-
-def operator_table(bench: Bench) -> Table:
-    """A line for each operator and size."""
-    lines = []
-    for row in bench.rows:
-        cells = (f"{row.op} {row.shapes}", row.status, row.rate, number(row.of_ceiling, ".1%"))
-        lines.append(Line(list(map(printable, cells)), _STYLES.get(row.status)))
-    notes = [printable(f"{row.op} {row.shapes}: {row.note}") for row in bench.rows if row.note]
-    header = ("operator", "verdict", "rate", "of ceiling")
-    return Table(printable(bench.title), header, lines, notes, left=(0, 1))
 
 
 def title(rows: Sequence[LabRow]) -> str:

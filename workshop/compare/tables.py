@@ -3,12 +3,13 @@
 import csv
 import dataclasses
 import functools
+import importlib.util
 import io
 import itertools
 import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from workshop import results
 from workshop.compare import rows
@@ -21,6 +22,7 @@ from workshop.errors import printable
 from workshop.results import FAIL
 from workshop.run.interpreter import NOT_COMPARABLE
 
+T = TypeVar("T")
 FORMATS = ("table", "markdown", "json", "csv")
 SCHEMA_VERSION = 1
 SAME = "~1"
@@ -92,6 +94,19 @@ def terminal() -> Any:
     if console.is_terminal:
         return console
     return Console(width=_WIDTH_OF_A_FILE, highlight=False, markup=False)
+
+
+def tracked(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
+    """The items, with progress where stderr is a terminal and there is rich."""
+    if importlib.util.find_spec("rich") is None:
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(
+        items, what, total, console=console, disable=not console.is_terminal, transient=True
+    )
 
 
 def markdown(tables: Iterable[Table], heading: str = "###") -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
-from workshop.collection import Profile, StoredOperators, distinct_names
+from workshop.collection import Profile, distinct_names
 from workshop.compare import lab_table, tables
 from workshop.compare.rows import Row, build_row, without_interval
 from workshop.compare.sweep import AXES
@@ -342,11 +342,10 @@ def _roofline(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block
     if profile:
         title = f"Kernels of {snapshot.profile_labels[choice.profile]}"
         blocks.append(_one_roofline("kernels", title, snapshot, [profile.folder]))
-    for index, benchmark in enumerate(snapshot.benchmarks):
-        if printable(benchmark.device) == choice.device:
-            where = data.shown_path(benchmark.path.parent)
-            title = f"V3's kernels, each alone in the benchmark of {where}"
-            blocks.append(_one_roofline(f"benchmark-{index}", title, snapshot, [benchmark.path]))
+    for index, (path, its) in enumerate(snapshot.kernels.items()):
+        if its[0].ceiling_gbs and printable(str(its[0].device.get("name"))) == choice.device:
+            title = f"V3's kernels, each alone in the benchmark of {data.shown_path(path.parent)}"
+            blocks.append(_one_roofline(f"benchmark-{index}", title, snapshot, [path]))
     return blocks or [_note("roofline", "Roofline", "No timed run is chosen.")]
 
 
@@ -437,8 +436,6 @@ def _hot_list(table: KernelTable) -> Table:
 
 
 def _labs(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
-    if choice.lab in snapshot.operators:
-        return [_operators(snapshot.operators[choice.lab])]
     found = snapshot.labs.get(choice.lab)
     if found is None:
         programs = "python labs/inference_benchmark/micro_benchmarking_pytorch.py"
@@ -459,17 +456,6 @@ def _labs(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
         after = [colours] if any(row.speedup for row in found) else []
         blocks.append(Block("lab-rates", title, figures.lab_rates(found), after=after, wide=True))
     return blocks
-
-
-def _operators(stored: StoredOperators) -> Block:
-    table = lab_table.operator_table(stored.bench)
-    lines: list[Cells] = []
-    for line in table.lines:
-        name, verdict, *rest = line.cells
-        look = GOOD if verdict.startswith(PASS) else BAD if line.style == "red" else WARN
-        lines.append([Cell(name, "name"), Cell(verdict, look), *rest])
-    after = [*table.notes, *data.files_in_words([stored.path])]
-    return Block("lab", table.title, table=Table(table.header, lines, 2), after=after, wide=True)
 
 
 def _lab_cells(row: LabRow, cells: Sequence[str]) -> Cells:

@@ -61,13 +61,12 @@ class Snapshot:
         self.profiles = {str(profile.folder): profile for profile in collection.profiles}
         labels = distinct_names(collection.profiles, map(_profile_label, collection.profiles))
         self.profile_labels = dict(zip(self.profiles, labels, strict=True))
-        self.benchmarks = collection.benchmarks
+        self.kernels = collection.kernels
         self.folders = collection.folders
         self.runs = len(collection.runs) + len(collection.lab_runs)
         self.groups: dict[Group, list[StoredRun]] = {}
         for stored in collection.runs:
             self.groups.setdefault(group_of(stored.run), []).append(stored)
-        self.operators = {printable(one.bench.title): one for one in collection.operators}
         self._lab_files = {id(stored.run): stored for stored in collection.lab_runs}
         self._peaks = compared.session_peaks(stored.run for stored in collection.runs)
         self._rows: dict[Group, list[Row]] = {}
@@ -111,11 +110,6 @@ class Snapshot:
         found = labs.newest(stored.run for stored in self._lab_files.values())
         return {lab_table.title(rows): rows for rows in found}
 
-    @property
-    def lab_keys(self) -> list[str]:
-        """What the view of labs can show: titles of `labs` and `operators`."""
-        return [*self.labs, *self.operators]
-
     def lab_paths(self, rows: Iterable[LabRow]) -> list[Path]:
         """The result files that rows of a lab are made of."""
         return [self._lab_files[id(run)].path for row in rows for run in row.runs]
@@ -131,9 +125,10 @@ class Snapshot:
             of_its_device: whether the profile must be of the chosen device.
         """
         lab = choice.lab
-        if lab not in self.lab_keys:
-            newest = max(self.labs, key=lambda key: self.labs[key][0].first.session, default="")
-            lab = newest or next(iter(self.operators), "")
+        if lab not in self.labs:
+            firsts = {key: rows[0].first for key, rows in self.labs.items()}
+            newest = lambda key: (firsts[key].lab != labs.KERNELS, firsts[key].session)  # noqa: E731
+            lab = max(firsts, key=newest, default="")
         if not self.groups:
             profile = choice.profile if choice.profile in self.profiles else ""
             profile = profile or next(iter(self.profiles), "")

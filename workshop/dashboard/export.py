@@ -12,11 +12,10 @@ from dash import dcc
 from dash.development.base_component import Component
 from markupsafe import Markup
 from plotly.utils import PlotlyJSONEncoder
-from rich.console import Console
-from rich.progress import track
 
 from workshop import results
 from workshop.collection import Collection
+from workshop.compare import tables
 from workshop.dashboard import blocks, layout
 from workshop.dashboard.data import Choice, Group, Snapshot
 
@@ -53,7 +52,7 @@ def page(collection: Collection) -> str:
             "group": ("Device, size, precision, batch × sequence", _key(first.group),
                       {_key(group): " · ".join(group) for group in snapshot.sizes()}),
             "profile": ("Profile", first.profile, snapshot.profile_labels),
-            "lab": ("Lab", first.lab, {key: key for key in snapshot.lab_keys}),
+            "lab": ("Lab", first.lab, {key: key for key in snapshot.labs}),
         },
         views=views,
         broken=Markup(_markup(layout.broken(snapshot), figures)),
@@ -72,11 +71,8 @@ def _views(snapshot: Snapshot, figures: list[Any]) -> Iterator[dict[str, Any]]:
     if not snapshot.groups:
         choices += [(name, "", Choice()) for name in of_groups]
     choices += [(blocks.KERNELS, key, Choice(profile=key)) for key in snapshot.profiles or [""]]
-    choices += [(blocks.LABS, key, Choice(lab=key)) for key in snapshot.lab_keys or [""]]
-    console = Console(stderr=True)
-    for name, key, choice in track(
-        choices, "drawing", console=console, disable=not console.is_terminal, transient=True
-    ):
+    choices += [(blocks.LABS, key, Choice(lab=key)) for key in snapshot.labs or [""]]
+    for name, key, choice in tables.tracked(choices, "drawing"):
         found = layout.content(blocks.view(name, snapshot, choice))
         content = _markup([*layout.alarms(snapshot, choice), *found], figures)
         yield {"name": name, "key": key, "content": Markup(content)}

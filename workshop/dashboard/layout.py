@@ -82,7 +82,7 @@ def options(snapshot: Snapshot, choice: Choice, key: str, name: str) -> dict[str
         of_device = snapshot.profiles_of(choice.device)
         offered = of_device if name == ROOFLINE else snapshot.profiles
         return {key: snapshot.profile_labels[key] for key in offered}
-    values = snapshot.lab_keys if key == "lab" else snapshot.offered(key, choice)
+    values = list(snapshot.labs) if key == "lab" else snapshot.offered(key, choice)
     return {value: value for value in values}
 
 

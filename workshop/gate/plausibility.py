@@ -28,9 +28,6 @@ LEAST_BACKWARD_SHARE = 0.5
 """A backward pass multiplies twice as much as its forward. Where launches and not products take
 the time it may come out somewhat shorter (autograd launches from C++), but not by half."""
 
-LAST_LEVEL_CACHE_BYTES = 256e6
-"""The largest of today's GPUs (MI300's). State that fits can be updated faster than memory is."""
-
 FIRST_LOSS_MARGIN = 2.0
 """How far from ln(vocab) the loss of a freshly initialised model may be, in nats."""
 
@@ -143,7 +140,7 @@ def _backward_share(claim: Claim) -> Iterator[str]:
 def _optimizer_traffic(claim: Claim) -> Iterator[str]:
     """AdamW reads and writes 28 bytes a parameter, however it is written."""
     parameters = flops.parameter_count(claim.model)
-    in_cache = parameters * flops.ADAMW_STATE_BYTES_PER_PARAMETER <= LAST_LEVEL_CACHE_BYTES
+    in_cache = parameters * flops.ADAMW_STATE_BYTES_PER_PARAMETER <= chips.LAST_LEVEL_CACHE_BYTES
     if claim.optimizer_ms is None or claim.bandwidth_gbs is None or in_cache:
         return
     gigabytes = parameters * flops.ADAMW_BYTES_PER_PARAMETER / 1e9

@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import os
 import secrets
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +19,6 @@ from workshop.judge.pipe import Closed
 from workshop.judge.process import Process
 from workshop.results import NOT_AUDITED
 from workshop.run.data import Source
-from workshop.versions import ROOT
 
 
 @dataclass
@@ -74,11 +71,7 @@ class Case:
     def _v1(self) -> Iterator[Process]:
         """V1's process, started if it has to be. Raises WorkshopError: it has ended."""
         if self._process is None:
-            program = "import sys; from workshop.judge import reference as v1; sys.exit(v1.main())"
-            command = [sys.executable, "-c", program]
-            # From this checkout, which need not be installed.
-            path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-            self._process = Process(command, {**self._environment, "PYTHONPATH": path})
+            self._process = Process.of_module("workshop.judge.reference", self._environment)
             self._described = {}
         process = self._process
         try:

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from workshop import errors, results
 from workshop.errors import WorkshopError
 from workshop.judge.pipe import Closed, Ended, Message, Pipe
 from workshop.run import processes, waiting
+from workshop.versions import ROOT
 
 SECONDS_TO_STOP = 120
 Hear = Callable[[str], object]
@@ -68,6 +70,14 @@ class Process:
     def _read(stream: Any, hear: Hear) -> None:
         for line in filter(None, map(str.rstrip, stream)):
             hear(printable(line))
+
+    @classmethod
+    def of_module(cls, name: str, environment: Mapping[str, str]) -> "Process":
+        """A process that is the `main` of a module of this checkout, which need not be
+        installed."""
+        program = f"import sys; import {name} as module; sys.exit(module.main())"
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        return cls([sys.executable, "-c", program], {**environment, "PYTHONPATH": path})
 
     def ask(self, kind: str, tensors: Mapping[str, Tensor] | None = None, /, **values: Any) -> None:
         """Raises Closed: the process has ended."""

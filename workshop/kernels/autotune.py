@@ -97,7 +97,7 @@ def _autotune(arguments: argparse.Namespace) -> int:
     device = hardware.get_device("auto")
     precision = get_precision(arguments.precision, device)
     precision.set_matmul_mode()
-    dtype = precision.autocast_dtype or torch.float32
+    dtype = precision.dtype
     chosen = [job for job in jobs(preset, dtype, device) if arguments.op in job.name]
     if not chosen:
         raise WorkshopError(f"--op {arguments.op}: no table has this in its name")

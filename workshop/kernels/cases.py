@@ -1,11 +1,14 @@
-"""What the benchmark measures: the operations, their sizes, and their rivals.
+"""The operations that the benchmark measures, their sizes, and their rivals.
 
-Each function below describes one operation at one size: random arguments, V3's kernel, the plain
-version beside it, the rivals, and the least work that a call must do. The work is counted as the
-field counts it, from sizes alone, so that every contender's rate is a rate for the same work:
-element-wise operations in passes over the tensor, attention and products in FLOPs.
+Each function below describes one operation at one size: random arguments, V3's kernel, a plain
+version, which is the reference, the rivals, and the least work that a call must do. The work is
+counted as the field counts it, from sizes alone, so that every contender's rate is a rate for the
+same work: element-wise operations in passes over the tensor, attention and products in FLOPs.
+
+V3's kernels are imported when one is called, which the judge never does.
 """
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -24,7 +27,7 @@ from workshop import versions
 EPS = 1e-5
 ROPE_THETA = 10000.0
 OURS, PLAIN, COMPILED, LIGER = "Triton (V3)", "plain", "torch.compile", "Liger"
-FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
+FORWARD, BACKWARD, BOTH, HOST = "forward", "backward", "forward + backward", "host"
 GBS, TFLOPS = "GB/s", "TFLOP/s"
 UNITS = {GBS: 1e9, TFLOPS: 1e12}
 
@@ -73,7 +76,9 @@ class Case:
     """One operation at one size."""
 
     op: str
+    sizes: tuple[int, ...]
     size: str
+    """The same in words."""
     arguments: tuple[str, ...]
     results: tuple[str, ...]
     draw: Callable[[Draw], Tensors]
@@ -100,6 +105,7 @@ class Case:
         return tuple(name not in self.constants for name in self.arguments)
 
 
+@functools.cache
 def kernels() -> ModuleType:
     """V3's `triton_kernels`.
 
@@ -128,14 +134,12 @@ def liger(name: str, *constants: Any) -> Function:
     return call
 
 
-def make_case(op: str, size: str, *constants: Any, **fields: Any) -> Case:
-    """The case of V3's operator `op`, which takes the constants after its tensors, as does
-    `op_reference`, the plain version."""
-    v3 = kernels()
-    kernel: Function = lambda *tensors: getattr(v3, op)(*tensors, *constants)  # noqa: E731
-    plain: Function = lambda *tensors: getattr(v3, f"{op}_reference")(*tensors, *constants)  # noqa: E731
-    both: dict[str, Any] = {"kernel": kernel, "plain": plain}
-    return Case(op=op, size=size, **both | fields)
+def make_case(
+    op: str, sizes: tuple[int, ...], size: str, plain: Function, *constants: Any, **fields: Any
+) -> Case:
+    """The case of V3's operator `op`, which takes the constants after its tensors."""
+    kernel: Function = lambda *tensors: getattr(kernels(), op)(*tensors, *constants)  # noqa: E731
+    return Case(op=op, sizes=sizes, size=size, kernel=kernel, plain=plain, **fields)
 
 
 # --- element-wise and by rows --------------------------------------------------------------------
@@ -143,6 +147,7 @@ def make_case(op: str, size: str, *constants: Any, **fields: Any) -> Case:
 
 def row_case(
     op: str,
+    plain: Function,
     size: tuple[int, int],
     passes: tuple[int, int],
     arguments: tuple[str, ...],
@@ -166,7 +171,7 @@ def row_case(
         return {FORWARD: passes[0] * each, BACKWARD: passes[1] * each}
 
     return make_case(
-        *(op, f"{rows} x {width}", *constants),
+        *(op, size, f"{rows} x {width}", plain, *constants),
         arguments=arguments,
         results=results,
         draw=draw,
@@ -178,13 +183,18 @@ def row_case(
     )
 
 
+def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
+
+
 def rms_norm(rows: int, width: int) -> Case:
     """x (rows, width) -> y. Forward 2 passes (x, y), backward 3 (x, dy, dx)."""
     rivals: dict[str, Function] = {
         "F.rms_norm": lambda x, weight: F.rms_norm(x, (width,), weight, EPS),
         LIGER: liger("LigerRMSNormFunction", EPS),
     }
-    return row_case("rms_norm", (rows, width), (2, 3), ("x", "weight"), EPS, rivals=rivals)
+    shape = (rows, width), (2, 3), ("x", "weight")
+    return row_case("rms_norm", plain_norm, *shape, EPS, rivals=rivals)
 
 
 def add_rms_norm(rows: int, width: int) -> Case:
@@ -194,15 +204,22 @@ def add_rms_norm(rows: int, width: int) -> Case:
     gradients are read; branch and stream have one and the same gradient, which is written once.
     """
 
+    def plain(branch: Tensor, stream: Tensor, weight: Tensor) -> Tensors:
+        return plain_norm(stream + branch, weight), stream + branch
+
     def pytorch(branch: Tensor, stream: Tensor, weight: Tensor) -> Tensors:
         stream = stream + branch
         return F.rms_norm(stream, (width,), weight, EPS), stream
 
     return row_case(
-        *("add_rms_norm", (rows, width), (4, 4), ("branch", "stream", "weight"), EPS),
+        *("add_rms_norm", plain, (rows, width), (4, 4), ("branch", "stream", "weight"), EPS),
         results=("normed", "new stream"),
         rivals={"add, F.rms_norm": pytorch, LIGER: liger("LigerFusedAddRMSNormFunction", EPS)},
     )
+
+
+def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return gate * torch.sigmoid(gate) * up
 
 
 def pytorch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -213,7 +230,7 @@ def swiglu(rows: int, width: int) -> Case:
     """silu(gate) x up, all (rows, width). Forward 3 passes, backward 5 (gate, up, dy, dgate,
     dup)."""
     rivals = {"F.silu, product": pytorch_swiglu, LIGER: liger("LigerSiLUMulFunction")}
-    return row_case("swiglu", (rows, width), (3, 5), ("gate", "up"), rivals=rivals)
+    return row_case("swiglu", plain_swiglu, (rows, width), (3, 5), ("gate", "up"), rivals=rivals)
 
 
 def swiglu_fused(rows: int, width: int) -> Case:
@@ -222,7 +239,9 @@ def swiglu_fused(rows: int, width: int) -> Case:
         "F.silu, product": lambda gate_up: pytorch_swiglu(*gate_up.chunk(2, dim=-1)),
         LIGER: liger("LigerFusedGateUpSiLUMulFunction"),
     }
-    return row_case("swiglu_fused", (rows, width), (3, 5), ("gate_up",), halves=2, rivals=rivals)
+    plain: Function = lambda gate_up: plain_swiglu(*gate_up.chunk(2, dim=-1))  # noqa: E731
+    shape = (rows, width), (3, 5), ("gate_up",)
+    return row_case("swiglu_fused", plain, *shape, halves=2, rivals=rivals)
 
 
 # --- rotary embedding and attention --------------------------------------------------------------
@@ -230,12 +249,17 @@ def swiglu_fused(rows: int, width: int) -> Case:
 
 
 def heads_case(
-    op: str, sizes: tuple[int, ...], arguments: tuple[str, ...], *constants: Any, **fields: Any
+    op: str,
+    plain: Function,
+    sizes: tuple[int, ...],
+    arguments: tuple[str, ...],
+    *constants: Any,
+    **fields: Any,
 ) -> Case:
     B, T, H, K, D = sizes
     tables = tuple(name for name in arguments if name in ("cos", "sin"))
-    size = f"{B} x {T}, H{H} K{K} D{D}"
-    return make_case(op, size, *constants, arguments=arguments, constants=tables, **fields)
+    named = op, sizes, f"{B} x {T}, H{H} K{K} D{D}"
+    return make_case(*named, plain, *constants, arguments=arguments, constants=tables, **fields)
 
 
 def apply_rope(B: int, T: int, H: int, K: int, D: int) -> Case:
@@ -248,23 +272,35 @@ def apply_rope(B: int, T: int, H: int, K: int, D: int) -> Case:
 
     rotate = liger("LigerRopeFunction")
     return heads_case(
-        *("apply_rope", (B, T, H, K, D), ("q", "k", "cos", "sin")),
+        *("apply_rope", plain_rope, (B, T, H, K, D), ("q", "k", "cos", "sin")),
         results=("q", "k"),
         draw=lambda draw: (
             *(draw.heads(B, heads, T, D) for heads in (H, K)),
             *draw.rope_tables(T, D),
         ),
-        plain=_rotate,
         rivals={LIGER: lambda q, k, cos, sin: rotate(q, k, cos[None], sin[None])},
         unit=GBS,
         amounts=amounts,
     )
 
 
-def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensors:
+def plain_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensors:
     """As in V1: fp32 tables make the products fp32, and the results are rounded."""
-    rotated: Tensors = kernels().apply_rope_reference(q, k, cos, sin)
-    return tuple(result.to(q.dtype) for result in rotated)
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+    return rotate(q), rotate(k)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """With the scores (B, H, T, T) in memory."""
+    T, D = q.shape[2:]
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-2, -1) * D**-0.5
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(diagonal=1)
+    return scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ v
 
 
 SDPA = {
@@ -295,7 +331,7 @@ def flash_attention(B: int, T: int, H: int, K: int, D: int) -> Case:
         return attend
 
     return heads_case(
-        *("flash_attention", (B, T, H, K, D), ("q", "k", "v")),
+        *("flash_attention", plain_attention, (B, T, H, K, D), ("q", "k", "v")),
         results=("out",),
         draw=lambda draw: tuple(draw.heads(B, heads, T, D) for heads in (H, K, K)),
         rivals={name: sdpa(backend) for name, backend in SDPA.items()},
@@ -315,21 +351,25 @@ def qkv_attention(B: int, T: int, H: int, K: int, D: int) -> Case:
     C, rows = H * D, (H + 2 * K) * D
     product, attention = 2.0 * B * T * C * rows, 2.0 * B * H * T**2 * D
 
-    def by_pytorch(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        parts = F.linear(x, weight).view(B, T, -1, D).transpose(1, 2)
-        q, k, v = parts.split((H, K, K), dim=1)
-        q, k = _rotate(q, k, cos, sin)
-        return pytorch_attention(q, k, v).transpose(1, 2).flatten(2)
+    def with_product(attend: Function) -> Function:
+        def call(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            parts = F.linear(x, weight).view(B, T, -1, D).transpose(1, 2)
+            q, k, v = parts.split((H, K, K), dim=1)
+            out: Tensor = attend(*plain_rope(q, k, cos, sin), v)
+            return out.transpose(1, 2).flatten(2)
 
+        return call
+
+    plain, arguments = with_product(plain_attention), ("x", "weight", "cos", "sin")
     return heads_case(
-        *("qkv_attention", (B, T, H, K, D), ("x", "weight", "cos", "sin"), H, K),
+        *("qkv_attention", plain, (B, T, H, K, D), arguments, H, K),
         results=("out",),
         draw=lambda draw: (
             draw.normal(B, T, C),
             draw.normal(rows, C, std=C**-0.5),
             *draw.rope_tables(T, D),
         ),
-        rivals={"F.linear, rotation, SDPA": by_pytorch},
+        rivals={"F.linear, rotation, SDPA": with_product(pytorch_attention)},
         unit=TFLOPS,
         amounts=lambda _: {
             FORWARD: product + attention,
@@ -347,8 +387,12 @@ def linear_cross_entropy(N: int, C: int, V: int) -> Case:
     Both are timed as one, because a fused kernel may compute gradients in its forward pass.
     """
     by_liger = liger("LigerFusedLinearCrossEntropyFunction")
+
+    def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(hidden @ weight.t(), targets)
+
     return make_case(
-        *("linear_cross_entropy", f"{N} x {C} x {V}"),
+        *("linear_cross_entropy", (N, C, V), f"{N} x {C} x {V}", plain),
         arguments=("hidden", "weight", "targets"),
         constants=("targets",),
         results=("loss",),
@@ -427,7 +471,7 @@ OPS = {
 
 
 def draw_cases(ops: list[str], number: int, seed: int) -> list[Case]:
-    """So many cases at sizes that no tile was tuned for, of the operations in turn."""
+    """Cases at `number` sizes that no tile was tuned for, of the operations in turn."""
     random = Random(seed)
     names = sorted((ops[i % len(ops)] for i in range(number)), key=list(OPS).index)
     return [OPS[name].make(*OPS[name].draw(random)) for name in names]

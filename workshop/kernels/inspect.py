@@ -42,6 +42,7 @@ from torch import Tensor
 
 from workshop import errors, results, versions
 from workshop.arguments import parse
+from workshop.compare import tables
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.run import presets
 from workshop.run.precision import PRECISIONS, Precision
@@ -480,7 +481,7 @@ def run_specimens(chip: Chip, arithmetic: Precision, config: str, wanted: str) -
     """All launches at one size. A specimen that fails is there under its own name, besides what it
     had launched before."""
     arithmetic.set_matmul_mode()
-    dtype = arithmetic.autocast_dtype or torch.float32
+    dtype = arithmetic.dtype
     with compiling(chip, wanted) as launches:
         for name, call in specimens(presets.get_preset(config), dtype).items():
             try:
@@ -521,17 +522,10 @@ def inspect_all(arguments: argparse.Namespace) -> list[Answer]:
     Raises:
         CompilerCrashed: and all other targets' kernels are not shown either.
     """
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
     threads = ThreadPoolExecutor(os.cpu_count())
     try:
         found = threads.map(lambda target: _in_process(target, arguments), arguments.target)
-        return list(
-            track(found, "compiling", len(arguments.target), console=console,
-                  disable=not console.is_terminal)
-        )  # fmt: skip
+        return list(tables.tracked(found, "compiling", len(arguments.target)))
     finally:
         threads.shutdown(cancel_futures=True)
 

@@ -52,7 +52,6 @@ def build(
     study_sections, study_rows = studies.build(of_studies)
     of_labs = lab_sections.build(collection.lab_runs)
     lab_rows = [row for _, rows in of_labs for row in rows]
-    others = [*lab_sections.operators(collection.operators), *others]
     measurements = len(study_sections) + len(others)
     others = [*study_sections, *((rows[0].device, section) for section, rows in of_labs), *others]
     names = dict.fromkeys(group.device for group in groups)

@@ -3,20 +3,16 @@
 from collections.abc import Iterator, Sequence
 
 from workshop import labs
-from workshop.collection import StoredLab, StoredOperators
+from workshop.collection import StoredLab
 from workshop.compare import lab_table
 from workshop.labs import LabRow
 from workshop.profilers.names import printable
 from workshop.report.parts import (
-    BAD,
     IMPLAUSIBLE,
     Alarm,
     Cell,
-    Line,
     Link,
     Section,
-    Table,
-    cells,
     links,
     with_column,
 )
@@ -29,28 +25,10 @@ INTRO = (
 
 
 def build(stored: Sequence[StoredLab]) -> list[tuple[Section, list[LabRow]]]:
-    """A section for each of `labs.newest`, and its rows."""
-    groups = labs.newest(one.run for one in stored)
+    """A section for each of `labs.newest`, and its rows; V3's benchmark has its own."""
+    groups = labs.newest(one.run for one in stored if one.run.lab != labs.KERNELS)
     files = {id(one.run): one for one in stored}
     return [(_section(f"lab-{number}", rows, files), rows) for number, rows in enumerate(groups, 1)]
-
-
-def operators(stored: Sequence[StoredOperators]) -> list[tuple[str, Section]]:
-    """A section for the newest run of each kind of the operator bench, with its device."""
-    newest = {one.bench.title: one for one in stored}
-    found = []
-    for number, one in enumerate(newest.values(), 1):
-        link = Link(one.path.name, one.path)
-        table = lab_table.operator_table(one.bench)
-        section = Section(f"operators-{number}", table.title, (link,), sentences=[*table.notes])
-        lines = [Line(cells(*line.cells), BAD * (line.style == "red")) for line in table.lines]
-        section.tables.append(Table("How near to the ceiling", list(table.header), lines, texts=2))
-        for row in one.bench.rows:
-            if row.status in (FAIL, IMPLAUSIBLE):
-                text = printable(f"{section.title}: {row.op} {row.shapes}: {row.note}")
-                section.alarms.append(Alarm(row.status, text, (link,)))
-        found.append((one.bench.device, section))
-    return found
 
 
 def _section(anchor: str, rows: list[LabRow], files: dict[int, StoredLab]) -> Section:
@@ -64,11 +42,11 @@ def _section(anchor: str, rows: list[LabRow], files: dict[int, StoredLab]) -> Se
     section.tables.append(with_column("How fast, and proven", table, "result files", last))
     section.sentences += table.notes
     for row, own in zip(rows, found, strict=True):
-        section.alarms += _alarms(row, section.title, own)
+        section.alarms += alarms(row, section.title, own)
     return section
 
 
-def _alarms(row: LabRow, title: str, files: tuple[Link, ...]) -> Iterator[Alarm]:
+def alarms(row: LabRow, title: str, files: tuple[Link, ...]) -> Iterator[Alarm]:
     if row.failed:
         yield Alarm(FAIL, f"{title}: {lab_table.failure(row)}", files)
     for line in lab_table.implausible(row):

@@ -1,24 +1,27 @@
 """The parts of a report beside the ladders: profiles, V3's benchmark, the harness's own cost."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from workshop import file_kinds, results
+from workshop import results
 from workshop.collection import Collection, Profile, distinct_names
 from workshop.compare.rows import size_name
 from workshop.errors import WorkshopError
-from workshop.kernels import benchmark
+from workshop.kernels import rows
+from workshop.kernels.cases import OURS
+from workshop.kernels.rows import Row
+from workshop.labs import LabRow
 from workshop.profilers import advisor, kernel_file, show
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import display_name, printable
 from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import KernelTable
-from workshop.report import charts, parts
+from workshop.report import charts, lab_sections, parts
 from workshop.report.parts import Alarm, Cell, Line, Link, Section, Table, add_roofline, cells
 from workshop.report.pictures import Picture
-from workshop.results import FAIL, SKIPPED
+from workshop.results import SKIPPED
 
 HARNESS = "harness"
 """Of a results folder: the records of what the harness adds to a step."""
@@ -131,68 +134,38 @@ def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]
 def others(collection: Collection) -> tuple[list[tuple[str, Section]], list[tuple[Path, str]]]:
     """The other measurements in a collection's folders, each with the name of its device; and the
     broken ones, each with the reason."""
-    found: list[tuple[str, Section]] = []
+    found = [_benchmark(f"benchmark-{number}", path, collection)
+             for number, path in enumerate(collection.kernels, 1)]  # fmt: skip
     broken: list[tuple[Path, str]] = []
-    known = {one.folder / kernel_file.JSON_FILE for one in collection.profiles}
-    known |= {one.path for one in collection.broken}
-    tables = sorted(set(_below(collection, kernel_file.JSON_FILE)) - known)
-    costs = sorted({path.parent for path in _below(collection, f"{HARNESS}/*.json")})
-    for path in (*tables, *costs):
+    files = (path for top in collection.folders for path in top.rglob(f"{HARNESS}/[!.]*.json"))
+    for path in sorted({path.parent for path in files}):
         try:
-            if path in costs:
-                found.append(_harness_cost(f"harness-{len(found) + 1}", path))
-            elif file_kinds.kind_of(path) == file_kinds.BENCHMARK:
-                found.append(_benchmark(f"benchmark-{len(found) + 1}", path, collection))
+            found.append(_harness_cost(f"harness-{len(found) + 1}", path))
         except WorkshopError as error:
             broken.append((path, str(error)))
     return found, broken
 
 
-def _below(collection: Collection, pattern: str) -> Iterator[Path]:
-    for folder in collection.folders:
-        for path in folder.rglob(pattern):
-            if not any(part.startswith(".") for part in path.relative_to(folder).parts):
-                yield path
-
-
 def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Section]:
     """V3's operators beside the other contenders, without those that do not exist for a case."""
-    try:
-        rows, run = benchmark.load(path)
-        rows = [row for row in rows if row.status != SKIPPED]
-        section = Section(anchor, "V3's kernels", (Link(path.name, path),))
-        section.intro = KERNELS.format(commit=printable(str(run.git_commit)))
-        for group in benchmark.by_op(rows):
-            section.tables.append(_operation(group, run))
-            notes = benchmark.notes(group, run)
-            section.sentences += [printable(f"{group[0].op}: {note}") for note in notes]
-            section.alarms += _benchmark_alarms(group, run, section.links)
-        section.sentences.append(printable(benchmark.summary(run)))
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise WorkshopError(f"{path}: no result of the kernels' benchmark ({error!r})") from None
+    measured = [row for row in map(Row, collection.kernels[path]) if row.verdict != SKIPPED]
+    first = collection.kernels[path][0]
+    section = Section(anchor, "V3's kernels", (Link(path.name, path),))
+    section.intro = KERNELS.format(commit=printable(str(first.git_commit)))
+    for group in rows.by_op(measured):
+        table = rows.table(group)
+        lines = [
+            Line(cells(*line.cells), parts.BAD * (line.style == "red")) for line in table.lines
+        ]
+        section.tables.append(Table(printable(table.title), list(table.header), lines, texts=2))
+        section.sentences += [printable(f"{group[0].op}: {note}") for note in table.notes]
+        for row in group:
+            if row.contender == OURS or row.run.plausibility:
+                found = LabRow((row.run,), of=row.run.subject)
+                section.alarms += lab_sections.alarms(found, section.title, section.links)
+    section.sentences.append(printable(rows.summary(Row(first))))
     add_roofline(section, section.title, [path], folder_of(path, collection), in_words=False)
-    return str(run.device["name"]), section
-
-
-def _operation(group: list[benchmark.Row], run: benchmark.Run) -> Table:
-    lines = [
-        Line(cells(*benchmark.cells(row, run)), parts.BAD if row.status == FAIL else "")
-        for row in group
-    ]
-    title = printable(benchmark.title(group, run))
-    return Table(title, benchmark.header(group, run), lines, texts=2)
-
-
-def _benchmark_alarms(
-    group: list[benchmark.Row], run: benchmark.Run, links: tuple[Link, ...]
-) -> Iterator[Alarm]:
-    for row in group:
-        if row.failed:
-            text = printable(f"{row.op} {row.size}, {row.contender}: {row.note or row.status}")
-            yield Alarm(FAIL, text, links)
-        for sentence in run.implausible(row):
-            text = printable(f"{row.op}: {sentence}").replace(f"{parts.IMPLAUSIBLE}: ", "")
-            yield Alarm(parts.IMPLAUSIBLE, text, links)
+    return str(first.device["name"]), section
 
 
 def _harness_cost(anchor: str, folder: Path) -> tuple[str, Section]:

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from workshop import file_kinds, results
+from workshop import records, results
 from workshop.errors import WorkshopError
+from workshop.labs import KERNELS, LabRun
 from workshop.profilers.names import printable
 from workshop.roofline import model
 from workshop.roofline.model import DATA_SHEET, MEASURED, Ceiling, Roofline
@@ -25,8 +25,6 @@ from workshop.run.precision import PRECISIONS, kept_matmul_mode, supported
 
 SCHEMA_VERSION = 1
 FOLDER = "ceilings"
-BENCHMARK = Path("kernels", "kernels.json")
-"""Of a results folder, in which measurements are kept."""
 
 
 @dataclass
@@ -129,15 +127,13 @@ def save(measurement: Measurement, folder: Path) -> Path:
 
 
 def load(path: Path) -> Measurement:
-    """Reads what `save` wrote, or the ceilings in a result of workshop.kernels.benchmark.
+    """Reads what `save` wrote.
 
     Raises:
-        WorkshopError: it is neither, or broken; the message names the file and the field.
+        WorkshopError: it is something else, or broken; the message names the file and the field.
     """
     content = results.read_json(path)
-    if file_kinds.kind_of(path) == file_kinds.BENCHMARK:
-        content = _of_benchmark(content)
-    elif content.pop("schema_version", None) != SCHEMA_VERSION or not content.pop("ceilings", None):
+    if content.pop("schema_version", None) != SCHEMA_VERSION or not content.pop("ceilings", None):
         raise WorkshopError(
             f"{path}: no measured ceilings; measure them again (roofline_analysis.py --measure)"
         )
@@ -160,7 +156,8 @@ def find(device_name: str, threads: object, folder: Path | None, notes: list[str
     found = []
     for path in _files(folder or results.DEFAULT_FOLDER):
         try:
-            measurement = _load_measured(path)
+            is_benchmark = path.suffix == records.SUFFIX
+            measurement = _of_benchmark(path) if is_benchmark else load(path)
         except WorkshopError as error:
             notes.append(f"left out: {error}")
             continue
@@ -215,24 +212,16 @@ def attach(
 def _files(folder: Path) -> Iterator[Path]:
     for place in (folder, *sorted(results.DEFAULT_FOLDER.glob("reference/*"))):
         yield from sorted((place / FOLDER).glob("[!.]*.json"))
-        if (place / BENCHMARK).is_file():
-            yield place / BENCHMARK
+        yield from records.files_in(place / KERNELS)
 
 
-def _load_measured(path: Path) -> Measurement | None:
+def _of_benchmark(path: Path) -> Measurement | None:
     """None for a benchmark of kernels in Triton's interpreter, which measured no ceilings."""
-    if path.name == BENCHMARK.name and not results.read_json(path).get("ceilings"):
-        return None
-    return load(path)
+    timed = (run for run in records.load_runs(path, LabRun) if run.ceiling_gbs)
+    return next(map(of_run, timed), None)
 
 
-def _of_benchmark(content: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a Measurement."""
-    rates = content["ceilings"]
-    names = ("device", "software", "created", "session", "git_commit")
-    fields = {name: content.get(name) for name in names}
-    return fields | {
-        "copy_gbs": rates.get("GB/s"),
-        "tflops": {str(content.get("precision")): rates.get("TFLOP/s")},
-        "seconds": 0.0,
-    }
+def of_run(run: LabRun) -> Measurement:
+    """What a timed run of a benchmark has measured."""
+    rates = run.ceiling_gbs or 0.0, {str(run.options.get("precision")): run.ceiling_tflops or 0.0}
+    return Measurement(run.device, run.software, run.created, *rates)

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workshop import file_kinds, records, results
+from workshop import records, results
 from workshop.compare.rows import Row, build_rows, preferred
 from workshop.errors import WorkshopError
-from workshop.gate import plausibility
-from workshop.kernels import benchmark
 from workshop.kernels.cases import OURS, TFLOPS
-from workshop.kernels.measure import Row as KernelRow
+from workshop.kernels.rows import Row as KernelRow
+from workshop.labs import KERNELS, LabRun
 from workshop.profilers import load as profiles
 from workshop.profilers import metrics, rocprof_compute
 from workshop.profilers.categories import categorize
@@ -22,10 +21,10 @@ from workshop.profilers.metrics import duration
 from workshop.profilers.names import display_name, printable
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import Kernel, KernelTable
-from workshop.results import RunResult, model_sizes
+from workshop.results import Run, RunResult, model_sizes
 from workshop.roofline import ceilings, model
 from workshop.roofline.model import MAIN_MEMORY, MEASURED, Ceiling, Point, Roofline
-from workshop.run import flops
+from workshop.run import chips, flops
 from workshop.run.precision import LADDER
 
 STEP, FORWARD, BACKWARD, ADAMW = "step", "forward", "backward", "AdamW"
@@ -42,7 +41,6 @@ ASSUMED = "bf16"
 """Precision of products where none is recorded."""
 LEAST_SEEN = 0.05
 """Of a profile's time: with fewer kernels counted, it is one without counters."""
-BENCHMARK_FILE = "kernels.json"
 
 RUN_BYTES = (
     "whole steps: operations are those of the products, from the sizes; bytes are a lower bound: "
@@ -75,7 +73,8 @@ class Inputs:
     runs: list[RunResult] = field(default_factory=list)
     tables: list[tuple[KernelTable, RunResult | None]] = field(default_factory=list)
     """Each with the record of its run, where it has one."""
-    benchmarks: list[Path] = field(default_factory=list)
+    kernels: list[KernelRow] = field(default_factory=list)
+    """Of V3's benchmark, where there is no run."""
     ceilings: list[Ceiling] = field(default_factory=list)
     """That a tool measured beside its profile."""
 
@@ -111,8 +110,8 @@ def load(
                 f"the GPU was idle for {line.idle_ns / line.span_ns:.0%} of the profile's "
                 f"{duration(line.span_ns)}; a profiler slows the host"
             )
-    for path in found.benchmarks:
-        _add_benchmark(roofline, path)
+    if found.kernels:
+        _add_benchmark(roofline, found.kernels, paths[0])
     if not roofline.points:
         reason = "; ".join(roofline.notes[1:]) or "no timed run, no kernel with counters"
         raise WorkshopError(f"{roofline.title}: nothing for a roofline: {reason}")
@@ -182,12 +181,13 @@ def _check(flag: str, value: float) -> float:
 
 
 def _collect(path: Path, found: Inputs) -> None:
-    kind = _kind(path)
-    if kind == file_kinds.RUNS:
-        found.runs += records.load_folder(path, RunResult)
-    elif kind == file_kinds.BENCHMARK:
-        found.benchmarks.append(path / BENCHMARK_FILE if path.is_dir() else path)
-    elif kind == file_kinds.CEILINGS:
+    in_folder = path.is_dir() and not (path / RUN_FILE).is_file() and records.files_in(path)
+    if in_folder or path.suffix == records.SUFFIX:
+        its = records.load_folder(path, Run)
+        found.runs += [run for run in its if isinstance(run, RunResult)]
+        of_labs = (run for run in its if isinstance(run, LabRun) and run.lab == KERNELS)
+        found.kernels += [] if found.runs else map(KernelRow, of_labs)
+    elif path.parent.name == ceilings.FOLDER:
         found.ceilings += ceilings.load(path).ceilings()
     elif path.name == "roofline.csv":
         found.ceilings += _rocprof_ceilings(path, rocprof_compute.read_roofline(path))
@@ -195,18 +195,6 @@ def _collect(path: Path, found: Inputs) -> None:
         found.tables.append((profiles.load(path), profiles.recorded_run(path)))
         if path.is_dir():
             found.ceilings += _rocprof_ceilings(path, rocprof_compute.ceilings(path))
-
-
-def _kind(path: Path) -> str:
-    """Which of this workshop's files it is, or a folder by its files; empty for a profile."""
-    if path.is_file():
-        return file_kinds.kind_of(path)
-    table = path / BENCHMARK_FILE
-    if (path / RUN_FILE).is_file() or not path.is_dir():
-        return ""
-    if table.is_file() and file_kinds.kind_of(table) == file_kinds.BENCHMARK:
-        return file_kinds.BENCHMARK
-    return file_kinds.RUNS if any(records.files_in(path)) else ""
 
 
 def _rocprof_ceilings(path: Path, found: list[rocprof_compute.Ceilings]) -> list[Ceiling]:
@@ -310,7 +298,7 @@ def _run_points(label: str, row: Row, run: RunResult, *, parts: bool) -> Iterato
 def _fills_memory(parameters: int) -> bool:
     """Whether weights, gradients and moments are too large for any cache, which could keep them
     from one part of a step to the next."""
-    return parameters * flops.ADAMW_STATE_BYTES_PER_PARAMETER > plausibility.LAST_LEVEL_CACHE_BYTES
+    return parameters * flops.ADAMW_STATE_BYTES_PER_PARAMETER > chips.LAST_LEVEL_CACHE_BYTES
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -437,12 +425,11 @@ def _attention_bytes(sizes: flops.Sizes, tokens: int, width: int) -> float:
 # --- V3's benchmark ------------------------------------------------------------------------------
 
 
-def _add_benchmark(roofline: Roofline, path: Path) -> None:
+def _add_benchmark(roofline: Roofline, rows: list[KernelRow], path: Path) -> None:
     """V3's own kernels: their bytes or their operations, whichever the benchmark counts."""
-    rows, run = benchmark.load(path)
-    _set_device(roofline, run.device, path)
+    _set_device(roofline, rows[0].run.device, path)
     ours = [row for row in rows if row.contender == OURS]
-    points = [point for row in ours for point in _benchmark_points(row, run.precision)]
+    points = [point for row in ours for point in _benchmark_points(row)]
     roofline.points += sorted(points, key=lambda point: -(point.seconds or 0.0))
     roofline.notes.append(
         "the benchmark counts the bytes of element-wise kernels and the operations of products: "
@@ -450,7 +437,7 @@ def _add_benchmark(roofline: Roofline, path: Path) -> None:
     )
 
 
-def _benchmark_points(row: KernelRow, precision: str) -> Iterator[Point]:
+def _benchmark_points(row: KernelRow) -> Iterator[Point]:
     of_products = row.unit == TFLOPS
     category = categorize(row.op)
     if of_products and category != "attention":
@@ -460,7 +447,7 @@ def _benchmark_points(row: KernelRow, precision: str) -> Iterator[Point]:
             yield model.point(
                 printable(f"{row.op} {row.size}, {phase}"),
                 category,
-                precision if of_products else "fp32",
+                row.precision if of_products else "fp32",
                 milliseconds / 1e3,
                 amount if of_products else None,
                 None if of_products else amount,

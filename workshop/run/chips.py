@@ -3,6 +3,9 @@
 import re
 from dataclasses import dataclass
 
+LAST_LEVEL_CACHE_BYTES = 256e6
+"""The largest of today's GPUs (MI300's). State that fits can be updated faster than memory is."""
+
 
 @dataclass(frozen=True)
 class Peaks:

@@ -85,6 +85,18 @@ _CGROUP_VERSIONS = (
 )
 
 
+def cache_bytes(device: torch.device) -> int:
+    """The last-level cache; where the system does not say, more than most have."""
+    unknown = int(chips.LAST_LEVEL_CACHE_BYTES)
+    if device.type == "cuda":  # ROCm leaves out the cache between L2 and memory
+        return (
+            unknown if torch.version.hip else torch.cuda.get_device_properties(device).L2_cache_size
+        )
+    listed = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+    size = listed.read_text().strip() if listed.is_file() else ""
+    return int(size[:-1]) * 1024 if re.fullmatch(r"\d+K", size) else unknown
+
+
 def free_memory_bytes(device: torch.device) -> int | None:
     """What a new process could have of the device's memory, on the CPU within the limits of its
     container or batch job; None where the system does not say."""

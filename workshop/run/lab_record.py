@@ -8,7 +8,9 @@ import torch
 
 from workshop import results
 from workshop.labs import LabRun
+from workshop.results import Value
 from workshop.run import hardware
+from workshop.run.precision import Precision
 
 
 def begin(
@@ -43,6 +45,29 @@ def begin(
     if sheet := hardware.peaks(device):
         record.peak_tflops = sheet.tflops.get(precision)
         record.peak_source = sheet.source
+    return record
+
+
+def of_calls(
+    device: torch.device, precision: Precision, lab: str, *, timed: bool = True, **options: Value
+) -> LabRun:
+    """A record of a benchmark whose steps are calls, with what a large copy and product reach.
+
+    Args:
+        timed: whether it will have times; else nothing is measured.
+    """
+    record = begin(
+        *(device, precision.name, "", ("--output-dir",)),
+        lab=lab,
+        subject="",
+        variant="",
+        unit="calls",
+        units_per_step=1,
+        options={"precision": precision.name, **options},
+    )
+    if timed:
+        record.ceiling_gbs = hardware.measure_copy_gbs(device)
+        record.ceiling_tflops = hardware.measure_matmul_tflops(device, precision.autocast_dtype)
     return record
 
 

@@ -24,6 +24,11 @@ class Precision:
     float8_recipe: str = ""
     """Of the blocks' linear layers (workshop/run/float8.py), if these are in fp8."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of a tensor that is drawn at this precision."""
+        return self.autocast_dtype or torch.float32
+
     def prepare(self, model: nn.Module) -> None:
         """Makes a model's layers what this precision needs, in place."""
         if self.float8_recipe:

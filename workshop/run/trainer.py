@@ -210,7 +210,7 @@ class Runner:
 
     def eager_step(self, range_: markers.Range = nullcontext) -> Tensor:
         """The version's own step, launched operation by operation; its loss."""
-        dtype = self.precision.autocast_dtype or torch.float32
+        dtype = self.precision.dtype
         tokens, targets = self.inputs
         loss: Tensor = self._train_step(
             self.model, self.optimizer, self.scaler, tokens, targets, dtype, range_

@@ -16,17 +16,17 @@ can't hold.
 """
 
 import argparse
+import copy
 import dataclasses
 import importlib.util
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
@@ -40,21 +40,22 @@ import tensor_ops  # noqa: E402
 import torch  # noqa: E402
 from tensor_ops import COPY, DEFAULT_DIM, KINDS, MATRIX, MODEL_OPS, OPS, PREDEFINED, Amounts, Case  # noqa: E402
 
-from workshop import errors, results  # noqa: E402
+from workshop import errors, records, results  # noqa: E402
 from workshop.arguments import count, parse  # noqa: E402
+from workshop.compare import tables  # noqa: E402
+from workshop.compare.tables import Line, Table  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
-from workshop.gate import plausibility  # noqa: E402
-from workshop.results import FAIL, PASS, SKIPPED  # noqa: E402
+from workshop.labs import LabRow, LabRun  # noqa: E402
+from workshop.results import FAIL, PASS, SKIPPED, Parity  # noqa: E402
 from workshop.roofline import ceilings, model  # noqa: E402
-from workshop.roofline.model import COMPUTE, DATA_SHEET, MEASURED, MEMORY, Point, Roofline  # noqa: E402
-from workshop.run import hardware, timing  # noqa: E402
+from workshop.roofline.model import COMPUTE, DATA_SHEET, MEMORY, Point, Roofline  # noqa: E402
+from workshop.run import hardware, lab_record, timing  # noqa: E402
 from workshop.run.precision import Precision, get_precision, kept_matmul_mode  # noqa: E402
 from workshop.run.timing import StepClock  # noqa: E402
 
-SCHEMA_VERSION = 1
+FOLDER = Path(__file__).resolve().parent
 DEFAULT_FOLDER = results.DEFAULT_FOLDER / "inference_benchmark" / "ops"
 
-NO_MEMORY = "no memory"
 CACHED = f"{PASS}, cached"
 """Correct and timed, but so small that its result may stay in the cache."""
 IMPLAUSIBLE = "IMPLAUSIBLE"
@@ -64,7 +65,7 @@ IMPLAUSIBLE = "IMPLAUSIBLE"
 
 @dataclass(frozen=True)
 class Setting:
-    """What holds for all rows."""
+    """The settings of all rows."""
 
     device: torch.device
     precision: Precision
@@ -76,98 +77,55 @@ class Setting:
     traces: Path | None
     """The folder for traces of torch.profiler; None: nothing is profiled."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.precision.autocast_dtype or torch.float32
 
-
-@dataclass
-class Row:
-    """An operator at one size, and what was measured of it."""
-
-    op: str
-    shapes: str
-    dtype: str
-    inplace: bool
-    kind: str
-    """MEMORY or COMPUTE: whether its rate is in bytes or operations."""
-    category: str
-    """The roofline's."""
-    amounts: Amounts
-    allowed: float
-    """Roundings."""
-    error: float | None = None
-    """Roundings."""
-    status: str = PASS
-    note: str = ""
-    samples_ms: list[float] = field(default_factory=list)
-    trace: str | None = None
-
-    @property
-    def label(self) -> str:
-        return f"{self.op} {self.shapes}"
-
-    @property
-    def seconds(self) -> float | None:
-        """The median of a call."""
-        return timing.median(self.samples_ms) / 1e3 if self.samples_ms else None
-
-    @property
-    def rate(self) -> float | None:
-        """Bytes or operations a second."""
-        amount = self.amounts.moved if self.kind == MEMORY else self.amounts.operations
-        return amount / self.seconds if self.seconds else None
-
-    def point(self, moved: int) -> Point:
-        """On the roofline, with so many bytes."""
-        seconds = self.seconds or math.inf
-        amounts = self.amounts.operations, moved
-        return model.point(self.label, self.category, self.dtype, seconds, *amounts, calls=1)
-
-
-def new_row(case: Case, setting: Setting) -> Row:
+def new_run(case: Case, setting: Setting, blank: LabRun) -> LabRun:
+    """The record of an operator at one size, whose step is a call."""
     suffix = "(sparse)" * case.sparse + f"({setting.precision.name})" * setting.append_dtype
     categories = {MATRIX: "GEMM", COPY: "copy"}
-    return Row(
-        op=case.method + suffix,
-        shapes=case.shapes,
-        dtype=setting.precision.name,
-        inplace=case.inplace,
-        kind=COMPUTE if case.is_product else MEMORY,
-        category="other" if case.sparse else categories.get(case.op.kind, "elementwise"),
-        amounts=tensor_ops.count_amounts(case, setting.dtype),
-        allowed=tensor_ops.allowed_roundings(case, setting.dtype, setting.precision.unit_roundoff),
+    category = "other" if case.sparse else categories.get(case.op.kind, "elementwise")
+    amounts = tensor_ops.count_amounts(case, setting.precision.dtype)
+    return dataclasses.replace(
+        copy.deepcopy(blank),
+        variant=f"{case.method}{suffix} {case.shapes}",
+        bytes_per_step=None if case.is_product else amounts.moved,
+        flops_per_step=amounts.operations if case.is_product else None,
+        metrics={**dataclasses.asdict(amounts), "category": category},
     )
 
 
-def measure_row(case: Case, setting: Setting) -> Row:
-    """Checks, then times. What this device has no memory or no kernel for gets a note."""
-    row = new_row(case, setting)
+def measure_row(case: Case, setting: Setting, blank: LabRun) -> LabRun:
+    """Checks, then times. What this device has no memory or no kernel for says so.
+
+    Args:
+        blank: the record that it begins as.
+    """
+    run = new_run(case, setting, blank)
     if setting.device.type == "cuda":
         torch.cuda.empty_cache()
-    needed = needed_bytes(case, row.amounts, setting)
+    needed = needed_bytes(case, amounts_of(run).written, setting)
     free = hardware.free_memory_bytes(setting.device)
     if free is not None and needed > free:
-        row.status, row.note = NO_MEMORY, _no_memory(needed, free)
-        return row
+        run.status, run.error = "skipped", _no_memory(needed, free)
+        return run
     try:
-        _fill(row, case, setting)
+        _fill(run, case, setting)
     except RuntimeError as error:
+        run.status = "skipped"
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            row.status, row.note = NO_MEMORY, _no_memory(needed, free)
+            run.error = _no_memory(needed, free)
         elif "not implemented for" in str(error):
-            row.status, row.note = SKIPPED, str(error).splitlines()[0]
+            run.error = str(error).splitlines()[0]
         else:
             raise
-    return row
+    return run
 
 
-def needed_bytes(case: Case, amounts: Amounts, setting: Setting) -> int:
-    """Of inputs, result, what is restored, the fp64 check, and the buffer for the cache. (About:
-    how much a check takes depends on PyTorch.)"""
+def needed_bytes(case: Case, written: int, setting: Setting) -> int:
+    """Bytes of inputs, result, what is restored, the fp64 check, and the buffer for the cache.
+    (About: how much a check takes depends on PyTorch.)"""
     drawn = sum(math.prod(dim) for dim in case.dims)
     restored = math.prod(case.dims[0]) if case.inplace else 0
-    tensors = (drawn + restored) * setting.dtype.itemsize + amounts.written
+    tensors = (drawn + restored) * setting.precision.dtype.itemsize + written
     return tensors + 2 * 8 * tensor_ops.checked_elements(case) + 2 * setting.cache
 
 
@@ -176,15 +134,20 @@ def _no_memory(needed: int, free: int | None) -> str:
     return f"needs about {needed / 1e9:,.1f} GB{available}; choose smaller dimensions"
 
 
-def _fill(row: Row, case: Case, setting: Setting) -> None:
-    inputs = tensor_ops.draw(case, setting.device, setting.dtype)
+def _fill(run: LabRun, case: Case, setting: Setting) -> None:
+    inputs = tensor_ops.draw(case, setting.device, setting.precision.dtype)
     original = inputs[0].clone() if case.inplace else inputs[0]
     call = partial(tensor_ops.find_function(case), *inputs)
     roundoff = setting.precision.unit_roundoff
-    row.error = tensor_ops.error_roundings(case, [original, *inputs[1:]], call(), roundoff)
-    if not row.error <= row.allowed:
-        row.status = FAIL
-        row.note = f"off by {row.error:,.3g} roundings of {row.dtype}, allowed {row.allowed:,.3g}"
+    allowed = tensor_ops.allowed_roundings(case, setting.precision.dtype, roundoff)
+    error = tensor_ops.error_roundings(case, [original, *inputs[1:]], call(), roundoff)
+    (finite,) = results.finite([error])
+    run.gate = Parity("pass", reference="the same operator in float64")
+    run.gate.measures["result"] = {"error": finite, "allowed": allowed}
+    if not error <= allowed:
+        run.status, run.gate.status = "gate failed", "fail"
+        roundings = f"{error:,.3g} roundings of {setting.precision.name}"
+        run.gate.failures.append(f"off by {roundings}, allowed {allowed:,.3g}")
         return
     buffer = torch.ones(max(1, 2 * setting.cache // 4), device=setting.device)
 
@@ -193,11 +156,11 @@ def _fill(row: Row, case: Case, setting: Setting) -> None:
             inputs[0].copy_(original)
         buffer.sum()
 
-    row.samples_ms = time_calls(call, prepare, setting)
-    if row.amounts.moved <= setting.cache:
-        row.status = CACHED
+    run.step_ms = time_calls(call, prepare, setting)
+    run.metrics["cached"] = amounts_of(run).moved <= setting.cache
+    run.plausibility = model.flags(roofline([run]))
     if setting.traces:
-        row.trace = write_trace(call, setting, row, setting.traces)
+        run.metrics["trace"] = write_trace(call, setting, run.variant, setting.traces)
 
 
 def time_calls(
@@ -215,7 +178,7 @@ def time_calls(
     return clock.durations_ms()[::2][setting.warm_ups :]
 
 
-def write_trace(call: Callable[[], object], setting: Setting, row: Row, folder: Path) -> str:
+def write_trace(call: Callable[[], object], setting: Setting, name: str, folder: Path) -> str:
     """A trace of calls that are not timed, from a warm cache; its path."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -228,178 +191,111 @@ def write_trace(call: Callable[[], object], setting: Setting, row: Row, folder: 
             call()
         if setting.device.type == "cuda":
             torch.cuda.synchronize()
-    words = re.sub(r"\W+", "-", f"trace {row.op} {row.shapes} {row.dtype}")
+    words = re.sub(r"\W+", "-", f"trace {name} {setting.precision.name}")
     path = folder / f"{words}.json"
     with results.atomic_path(path) as temporary:
         profiler.export_chrome_trace(str(temporary))
     return str(path)
 
 
-def cache_bytes(device: torch.device) -> int:
-    """The last-level cache; where the system does not say, more than most have."""
-    unknown = int(plausibility.LAST_LEVEL_CACHE_BYTES)
-    if device.type == "cuda":  # ROCm leaves out the cache between L2 and memory
-        return (
-            unknown if torch.version.hip else torch.cuda.get_device_properties(device).L2_cache_size
-        )
-    listed = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
-    size = listed.read_text().strip() if listed.is_file() else ""
-    return int(size[:-1]) * 1024 if re.fullmatch(r"\d+K", size) else unknown
+# --- limits ------------------------------------------------------------------------------------
+
+
+def amounts_of(run: LabRun) -> Amounts:
+    names = (field.name for field in dataclasses.fields(Amounts))
+    return Amounts(*(int(run.metrics[name] or 0) for name in names))
+
+
+def limits(run: LabRun) -> Roofline:
+    """A roofline without points."""
+    name, on_gpu = str(run.device["name"]), run.device["type"] == "cuda"
+    listed = ceilings.from_data_sheet(name) if on_gpu else []
+    title = f"PyTorch operators, {run.options['precision']}"
+    return Roofline(title, name, [], listed + ceilings.of_run(run).ceilings())
+
+
+def roofline(runs: Sequence[LabRun]) -> Roofline:
+    """The roofline of those that have a time."""
+    points = [point(run) for run in runs if run.step_ms]
+    return dataclasses.replace(limits(runs[0]), points=points)
+
+
+def point(run: LabRun) -> Point:
+    """A place with all bytes; where memory can't move those in the time, with those that it must
+    have moved."""
+    amounts, precision = amounts_of(run), str(run.options["precision"])
+    about = run.variant, str(run.metrics["category"]), precision
+    seconds = timing.median(run.step_ms) / 1e3
+    place = model.point(*about, seconds, amounts.operations, amounts.moved, calls=1)
+    if model.exceeded(limits(run), place):
+        crossed = amounts.must_cross(int(run.options["cache_bytes"] or 0))
+        place = model.point(*about, seconds, amounts.operations, crossed, calls=1)
+    return place
 
 
 # --- showing -------------------------------------------------------------------------------------
 
-HEADER = ("op", "shapes", "ms", "rate", "of ceiling", "of sheet", "roof", "error (allowed)",
-          "verdict")  # fmt: skip
-WIDTH = 100
-"""Columns of a terminal that the table takes at most."""
-STYLES = {FAIL: "red", IMPLAUSIBLE: "red", NO_MEMORY: "yellow", SKIPPED: "dim"}
+HEADER = ("operator", "ms", "rate", "of ceiling", "of sheet", "roof", "error (allowed)", "verdict")
+STYLES = {FAIL: "red", IMPLAUSIBLE: "red", SKIPPED: "dim"}
 
 
-@dataclass(frozen=True)
-class Report:
-    """All rows under the ceilings of this run."""
+def verdict(run: LabRun) -> str:
+    if run.refused or run.error:
+        return FAIL if run.refused else SKIPPED
+    return IMPLAUSIBLE if run.plausibility else CACHED if run.metrics["cached"] else PASS
 
-    rows: list[Row]
-    measurement: ceilings.Measurement
-    cache: int
 
-    @property
-    def title(self) -> str:
-        return f"PyTorch operators, {self.rows[0].dtype}"
+def cells(run: LabRun) -> list[str]:
+    worst = run.gate.closest()
+    last = [f"{worst[1]:,.2g} ({worst[2]:,.0f})" if worst else "-", verdict(run)]
+    if not run.step_ms:
+        return [run.variant, *"-----", *last]
+    half, ms = timing.spread(run.step_ms) / 2, timing.median(run.step_ms)
+    kind = MEMORY if run.bytes_per_step else COMPUTE
+    rate = (run.bytes_per_step or run.flops_per_step or 0) / ms * 1e3
+    place, lines = point(run), limits(run)
+    sheet, roof = lines.limit(place, kind, (DATA_SHEET,)), lines.roof(place)
+    return [
+        run.variant,
+        f"{ms:,.4g} ±{half:.{1 if half < 0.1 else 0}%}",
+        model.rate_text(rate, kind),
+        tables.number(LabRow((run,)).ceiling_share, ".1%"),
+        tables.number(rate / sheet.rate if sheet else None, ".1%"),
+        roof.kind if roof else "",
+        *last,
+    ]
 
-    @cached_property
-    def limits(self) -> Roofline:
-        """Without points."""
-        name = str(self.measurement.device["name"])
-        on_gpu = self.measurement.device["type"] == "cuda"
-        listed = ceilings.from_data_sheet(name) if on_gpu else []
-        return Roofline(self.title, name, [], listed + self.measurement.ceilings())
 
-    @cached_property
-    def roofline(self) -> Roofline:
-        """Of the rows that have a time."""
-        points = [self.point(row) for row in self.rows if row.samples_ms]
-        return dataclasses.replace(self.limits, points=points)
+def table(runs: Sequence[LabRun]) -> Table:
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        if run.refused or run.error:
+            found.setdefault(LabRow((run,)).note(), []).append(run.variant)
+    notes = [f"{'; '.join(labels)}: {note}" for note, labels in found.items()]
+    if any(verdict(run) == CACHED for run in runs):
+        notes.append(f"{CACHED}: it fits in the cache, where its result may stay")
+    notes += [sentence for run in runs for sentence in run.plausibility]
+    measured = ", ".join(map(model.ceiling_text, ceilings.of_run(runs[0]).ceilings()))
+    notes.append(f"ceilings of this run (a large copy, a large product): {measured}")
+    cache = int(runs[0].options["cache_bytes"] or 0)
+    notes.append(f"before each call the cache of {cache / 1e6:,.0f} MB is emptied")
+    lines = [Line(cells(run), STYLES.get(verdict(run))) for run in runs]
+    title = f"{limits(runs[0]).title}, {runs[0].device['name']}"
+    return Table(title, HEADER, lines, notes, wraps=(0,))
 
-    def point(self, row: Row) -> Point:
-        """With all bytes; where memory can't move those in the time, with those that it must have
-        moved."""
-        point = row.point(row.amounts.moved)
-        cached = model.exceeded(self.limits, point)
-        return row.point(row.amounts.must_cross(self.cache)) if cached else point
 
-    def share(self, row: Row, origin: str) -> float | None:
-        """Of the copy's or product's rate (MEASURED), or of the DATA_SHEET's."""
-        limit = self.limits.limit(self.point(row), row.kind, (origin,))
-        return row.rate / limit.rate if row.rate and limit else None
+def write(runs: list[LabRun], folder: Path) -> list[Path]:
+    """Writes the result file, a table, and a picture where there is matplotlib and a time."""
+    (path,) = {records.add(run, folder) for run in runs}
+    markdown = tables.markdown([table(runs)], heading="#") + "\n"
+    contents: dict[Path, results.Content] = {folder / "ops.md": markdown}
+    picture, drawn = folder / "roofline.png", roofline(runs)
+    if importlib.util.find_spec("matplotlib") and drawn.points:
+        from workshop.roofline import figures
 
-    def status(self, row: Row) -> str:
-        too_fast = row.samples_ms and model.exceeded(self.limits, self.point(row))
-        return IMPLAUSIBLE if too_fast else row.status
-
-    def cells(self, row: Row) -> list[str]:
-        error = "-" if row.error is None else f"{row.error:,.2g} ({row.allowed:,.0f})"
-        if row.seconds is None or row.rate is None:
-            return [row.op, row.shapes, "-", "-", "-", "-", "-", error, self.status(row)]
-        half = timing.spread(row.samples_ms) / 2
-        shares = [self.share(row, origin) for origin in (MEASURED, DATA_SHEET)]
-        return [
-            row.op,
-            row.shapes,
-            f"{row.seconds * 1e3:,.4g} ±{half:.{1 if half < 0.1 else 0}%}",
-            model.rate_text(row.rate, row.kind),
-            *("-" if share is None else f"{share:.1%}" for share in shares),
-            roof.kind if (roof := self.limits.roof(self.point(row))) else "",
-            error,
-            self.status(row),
-        ]
-
-    def notes(self) -> list[str]:
-        """Each once, with its rows; then the ceilings."""
-        found: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.note:
-                found.setdefault(row.note, []).append(row.label)
-        lines = [f"{'; '.join(labels)}: {note}" for note, labels in found.items()]
-        if any(row.status == CACHED for row in self.rows):
-            lines.append(f"{CACHED}: it fits in the cache, where its result may stay")
-        measured = ", ".join(map(model.ceiling_text, self.measurement.ceilings()))
-        return [
-            *lines,
-            *model.flags(self.roofline),
-            f"ceilings of this run (a large copy, a large product): {measured}",
-            f"before each call the cache of {self.cache / 1e6:,.0f} MB is emptied",
-        ]
-
-    def as_markdown(self) -> str:
-        table = [HEADER, ("---",) * len(HEADER), *map(self.cells, self.rows)]
-        lines = [f"# {self.title}, {self.measurement.device['name']}", ""]
-        lines += [f"| {' | '.join(cells)} |" for cells in table]
-        return "\n".join([*lines, "", *(f"- {note}" for note in self.notes())]) + "\n"
-
-    def as_json(self) -> dict[str, Any]:
-        records = [
-            dataclasses.asdict(row)
-            | {
-                "error": row.error if row.error is None or math.isfinite(row.error) else None,
-                "status": self.status(row),
-                "median_ms": row.seconds and row.seconds * 1e3,
-                "gbs": row.amounts.moved / row.seconds / 1e9 if row.seconds else None,
-                "tflops": row.amounts.operations / row.seconds / 1e12 if row.seconds else None,
-                "of_ceiling": self.share(row, MEASURED),
-                "of_data_sheet": self.share(row, DATA_SHEET),
-            }
-            for row in self.rows
-        ]
-        command = ["python", Path(__file__).name]
-        command += [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "operators": records,
-            "command": command,
-            "cache_bytes": self.cache,
-        } | dataclasses.asdict(self.measurement)
-
-    def show(self) -> None:
-        if importlib.util.find_spec("rich") is None:
-            print(self.as_markdown())
-            return
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        console = Console(highlight=False, markup=False)
-        console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-        title = f"{self.title}, {self.measurement.device['name']}"
-        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
-                      show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
-        lines = [self.cells(row) for row in self.rows]
-        shown = [i for i in range(len(HEADER)) if any(cells[i] != "-" for cells in lines)]
-        for i in shown:
-            words = re.sub(r" (?=ceiling|sheet|\()", "\n", HEADER[i])
-            table.add_column(words, justify="right" if 2 <= i < 8 else "left", no_wrap=i >= 2,
-                             overflow="fold")  # fmt: skip
-        for row, cells in zip(self.rows, lines, strict=True):
-            table.add_row(*(cells[i] for i in shown), style=STYLES.get(self.status(row)))
-        console.print(table)
-        for line in self.notes():
-            console.print(f"  {line}", soft_wrap=True)
-
-    def write(self, folder: Path) -> list[Path]:
-        """All files, or none; the picture where there is matplotlib and a time."""
-        contents: dict[Path, results.Content] = {
-            folder / "ops.json": results.json_text(self.as_json()),
-            folder / "ops.md": self.as_markdown(),
-        }
-        picture = folder / "roofline.png"
-        if importlib.util.find_spec("matplotlib") and self.roofline.points:
-            from workshop.roofline import figures
-
-            labels = len(self.roofline.points)
-            contents[picture] = lambda path: figures.draw(self.roofline, path, labels=labels)
-        results.write_together(contents, gone=[picture])
-        return list(contents)
+        contents[picture] = lambda path: figures.draw(drawn, path, labels=len(drawn.points))
+    results.write_together(contents, gone=[picture])
+    return [path, *contents]
 
 
 # --- the command line ----------------------------------------------------------------------------
@@ -411,7 +307,7 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"operators: {', '.join(OPS)}\n\n"
-        "Exit status: 0 done, 1 a row is wrong or nothing fits into memory, 2 wrong usage,\n"
+        "Exit status: 0 done, 1 a row is wrong or none could be measured, 2 wrong usage,\n"
         "130 interrupted (what was completed is saved and shown).",
     )
     add = parser.add_argument
@@ -436,8 +332,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="then run the calls again under torch.profiler, and write a trace")  # fmt: skip
     add("--append-dtype", action="store_true", help="to the operator's name, as in add(fp32)")
     add("--output-dir", type=Path, default=DEFAULT_FOLDER, metavar="DIR",
-        help="for ops.json, ops.md, roofline.png and traces (default: results/inference_benchmark/"
-        "ops of this checkout)")  # fmt: skip
+        help="for the result file, ops.md, roofline.png and traces (default: results/"
+        "inference_benchmark/ops of this checkout)")  # fmt: skip
     return parser
 
 
@@ -475,75 +371,50 @@ def _benchmark(arguments: argparse.Namespace) -> int:
     setting = Setting(
         device,
         precision,
-        cache_bytes(device),
+        hardware.cache_bytes(device),
         arguments.num_iters,
         arguments.num_warmup_iters,
         arguments.append_dtype,
         folder if arguments.enable_profiling else None,
     )
-    rows: list[Row] = []
+    runs: list[LabRun] = []
     interrupted = False
     with kept_matmul_mode():
         precision.set_matmul_mode()
-        measurement = measure_ceilings(setting)
+        blank = measure_ceilings(setting)
         try:
-            for row in measure_rows(cases, setting):
-                rows.append(row)
+            for case in tables.tracked(cases, "operators"):
+                runs.append(measure_row(case, setting, blank))
         except KeyboardInterrupt:
             interrupted = True
-            if not rows:
+            if not runs:
                 raise
-    report = Report(rows, measurement, setting.cache)
-    earlier = (folder / "ops.json").exists()
-    written = report.write(folder)
-    report.show()
+    for run in runs:
+        run.subject = f"{len(runs)} operators"
+    earlier = (folder / "ops.md").exists()
+    written = write(runs, folder)
+    if importlib.util.find_spec("rich") is None:
+        print((folder / "ops.md").read_text())
+    else:
+        tables.print_tables([table(runs)])
     print(f"Written: {', '.join(map(str, written))}")
     if earlier:
-        print("They replace those of an earlier run; --output-dir DIR keeps both")
-    traces = [row.trace for row in rows if row.trace]
+        print("Table and picture replace those of an earlier run; --output-dir DIR keeps both")
+    traces = [run.metrics["trace"] for run in runs if "trace" in run.metrics]
     if traces:
         more = f"  ({len(traces) - 1} more beside it)" if len(traces) > 1 else ""
         print(f"Trace: python -m workshop.profilers show {traces[0]}{more}")
     if interrupted:
         print("interrupted: the table holds what was completed", file=sys.stderr)
         return errors.INTERRUPTED
-    return exit_code(rows)
+    no_answer = any(run.refused for run in runs) or all(run.error for run in runs)
+    return errors.ANSWER_IS_NO if no_answer else errors.DONE
 
 
-def exit_code(rows: list[Row]) -> int:
-    wrong = any(row.status == FAIL for row in rows)
-    no_room = all(row.status == NO_MEMORY for row in rows)
-    return errors.ANSWER_IS_NO if wrong or no_room else errors.DONE
-
-
-def measure_ceilings(setting: Setting) -> ceilings.Measurement:
-    """A large copy and product on this device at this precision."""
-    tflops = hardware.measure_matmul_tflops(setting.device, setting.precision.autocast_dtype)
-    return ceilings.Measurement(
-        device=hardware.describe(setting.device),
-        software=results.describe_software(),
-        created=results.now(),
-        copy_gbs=hardware.measure_copy_gbs(setting.device),
-        tflops={setting.precision.name: tflops},
-        session=results.new_session(),
-        git_commit=results.git_commit(),
-    )
-
-
-def measure_rows(cases: list[Case], setting: Setting) -> Iterator[Row]:
-    """One after the other, with progress on a terminal."""
-    if importlib.util.find_spec("rich") is None:
-        yield from (measure_row(case, setting) for case in cases)
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(cases))
-        for case in progress.track(cases, task_id=task):
-            progress.update(task, description=f"{case.method} {case.shapes}")
-            yield measure_row(case, setting)
+def measure_ceilings(setting: Setting) -> LabRun:
+    """A record, with a large copy and product on this device at this precision."""
+    about = setting.device, setting.precision, FOLDER.name
+    return lab_record.of_calls(*about, cache_bytes=setting.cache)
 
 
 if __name__ == "__main__":

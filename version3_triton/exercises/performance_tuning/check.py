@@ -4,14 +4,14 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-from workshop import results, versions
+from workshop import records, results, versions
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.exercises.frame import Item, Missing, Work
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
-from workshop.kernels import benchmark
 from workshop.kernels import inspect as inspection
-from workshop.kernels.cases import BACKWARD, FORWARD, GBS, OURS, TFLOPS
-from workshop.kernels.measure import Row
+from workshop.kernels.cases import BACKWARD, FORWARD, OURS
+from workshop.kernels.rows import Row
+from workshop.kernels.rows import load as load_rows
 from workshop.profilers import load
 from workshop.results import PASS
 from workshop.versions import ROOT
@@ -20,7 +20,7 @@ REFERENCE = ROOT / "results/reference/nvidia_h200"
 SMALL, LARGE = (8192, 1024), (65536, 2048)
 FLOP_A_NUMBER = 4
 """Of the forward norm, as its docstring counts."""
-BENCHMARK, INSPECTION = "kernels/kernels.json", "kernels/inspect.json"
+BENCHMARK, INSPECTION = "kernels", "kernels/inspect.json"
 """Below results/, and the first below the reference."""
 COMPILE = (
     "python -m workshop.kernels.inspect --target sm_90 gfx942 --config medium large "
@@ -47,24 +47,25 @@ class Measured:
 
     def __init__(self, work: Work) -> None:
         """Raises WorkshopError: the participant's file can't be read."""
-        for path in (work.results / BENCHMARK, REFERENCE / BENCHMARK):
-            if path.is_file():
-                self._path = path
-                self._rows, self.run = benchmark.load(path)
-                if not self.run.interpreted:
+        for folder in (work.results / BENCHMARK, REFERENCE / BENCHMARK):
+            if found := records.files_in(folder):
+                self._path = found[-1]
+                self._rows = load_rows(self._path)
+                self.run = self._rows[0].run
+                if self._rows[0].timed:
                     break
 
     @property
     def where(self) -> str:
         path = self._path
         shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-        return f"{shown} ({self.run.device['name']}, {self.run.precision})"
+        return f"{shown} ({self.run.device['name']}, {self._rows[0].precision})"
 
     def row(self, size: tuple[int, int]) -> Row:
         """Raises WorkshopError: the file has no times of that size."""
         name = "{} x {}".format(*size)
         for row in self._rows:
-            if (row.op, row.size, row.contender, row.status) == ("rms_norm", name, OURS, PASS):
+            if (row.op, row.size, row.contender, row.verdict) == ("rms_norm", name, OURS, PASS):
                 return row
         raise WorkshopError(
             f"{self.where} has no times of rms_norm at {name}: run "
@@ -78,7 +79,7 @@ class Measured:
 
     def share(self, size: tuple[int, int], phase: str) -> float:
         """Of the copy rate, in %."""
-        share = self.run.share(self.row(size), phase)
+        share = self.row(size).share(phase)
         assert share is not None
         return 100 * share
 
@@ -122,7 +123,7 @@ FROM_THE_BENCHMARK: tuple[Question[Measured], ...] = (
     ),
     Found(
         "balance_flop_per_byte", "the balance", "FLOP a byte",
-        lambda m: 1e12 * m.run.ceilings[TFLOPS] / (1e9 * m.run.ceilings[GBS]),
+        lambda m: 1e12 * (m.run.ceiling_tflops or 0) / (1e9 * (m.run.ceiling_gbs or 1)),
         "the product's FLOP/s by the copy's bytes/s, both under the benchmark's tables",
         within=0.05,
     ),

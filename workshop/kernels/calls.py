@@ -1,0 +1,117 @@
+"""One call of an operation: its arguments, drawn from a seed, and what it gives.
+
+The judge and the contenders' process draw the same numbers from the same seed on the same device.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workshop.gate.audit import sketch
+from workshop.kernels.cases import BACKWARD, FORWARD, Case, Draw, Function, Tensors
+from workshop.run.precision import Precision
+
+GRADIENT = "gradient of "  # and the argument's name
+
+Outcome = dict[str, Tensor | None]
+"""Results and gradients by name; None for what is missing or has another shape."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The device and precision of all cases. `stream` is the current one, on a GPU."""
+
+    device: torch.device
+    precision: Precision
+    stream: torch.cuda.Stream | None = None
+
+
+@dataclass(frozen=True)
+class Data:
+    """A case's arguments and the gradients of its results that come from upstream."""
+
+    arguments: Tensors
+    upstream: Tensors
+
+    @property
+    def tensors(self) -> Tensors:
+        return (*self.arguments, *self.upstream)
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def fresh(self) -> "Data":
+        """A copy with the same strides: some contenders overwrite what they are given."""
+        arguments = (_copy(tensor, tensor.requires_grad) for tensor in self.arguments)
+        return Data(tuple(arguments), tuple(_copy(tensor, False) for tensor in self.upstream))
+
+    def fill(self, original: "Data", index: int = 0) -> None:
+        """Copies values, unseen by autograd, which would forbid a second backward pass. Those that
+        have a gradient, and the upstream's, are moved on by `index` places: the calls of a run have
+        different arguments."""
+        wants = (*(tensor.requires_grad for tensor in self.arguments), *[True] * len(self.upstream))
+        for tensor, source, moves in zip(self.tensors, original.tensors, wants, strict=True):
+            tensor.data.copy_(source.data.roll(index) if moves and index else source.data)
+
+
+def _copy(tensor: Tensor, requires_grad: bool) -> Tensor:
+    return tensor.detach().clone().requires_grad_(requires_grad)
+
+
+def draw_data(case: Case, setting: Setting, seed: int) -> Data:
+    """Random arguments and upstream gradients, those of heads laid out as the model has them."""
+    generator = torch.Generator(setting.device).manual_seed(seed)
+    draw = Draw(setting.device, setting.precision.dtype, generator)
+    arguments = tuple(
+        tensor.requires_grad_(wanted)
+        for tensor, wanted in zip(case.draw(draw), case.differentiable, strict=True)
+    )
+    results = as_tuple(case.plain(*(tensor.detach().to("meta") for tensor in arguments)))
+    scalar = lambda: draw.weight() * case.upstream_scale  # noqa: E731
+    draws: dict[int, Callable[..., Tensor]] = {4: draw.heads, 0: scalar}
+    upstream = (draws.get(like.dim(), draw.normal)(*like.shape) for like in results)
+    return Data(arguments, tuple(upstream))
+
+
+def as_tuple(results: Tensor | Tensors) -> Tensors:
+    return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+def gradients(results: Tensors, data: Data, *, retain_graph: bool) -> tuple[Tensor | None, ...]:
+    """The gradients that are wanted; None where the backward pass does not reach an argument."""
+    wanted = [tensor for tensor in data.arguments if tensor.requires_grad]
+    reached = [
+        (result, upstream.to(result.dtype))
+        for result, upstream in zip(results, data.upstream, strict=True)
+        if result.requires_grad
+    ]
+    if not reached:
+        return (None,) * len(wanted)
+    outputs, upstreams = zip(*reached, strict=True)
+    return torch.autograd.grad(
+        outputs, wanted, upstreams, retain_graph=retain_graph, allow_unused=True
+    )
+
+
+def names(case: Case, phase: str) -> tuple[str, ...]:
+    """The names of what a phase gives: results, gradients or both."""
+    wanted = tuple(GRADIENT + name for name in case.arguments if name not in case.constants)
+    return {FORWARD: case.results, BACKWARD: wanted}.get(phase, (*case.results, *wanted))
+
+
+def outcome(case: Case, function: Function, data: Data) -> Outcome:
+    """Results and gradients of one call."""
+    results = as_tuple(function(*data.arguments))
+    if [result.shape for result in results] != [upstream.shape for upstream in data.upstream]:
+        return dict.fromkeys(names(case, ""))
+    found = gradients(results, data, retain_graph=False)
+    return dict(zip(names(case, ""), (*results, *found), strict=True))
+
+
+def sketches(found: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
+    """A sketch of each tensor that is there: (BUCKETS,), fp64."""
+    return {name: sketch(one, name, seed) for name, one in found.items() if one is not None}
