@@ -36,7 +36,7 @@ from labs.inference_benchmark.modes import Setting, Variant
 from workshop import labs, results
 from workshop.errors import WorkshopError
 from workshop.judge.pipe import Message
-from workshop.judge.turn import Turn
+from workshop.judge.turn import Shown, Turn
 from workshop.labs import LabRun
 from workshop.run import markers, memory
 from workshop.versions import ROOT
@@ -165,6 +165,19 @@ def no_logits(inference: measure.Inference) -> None:
     inference.show = lambda places: ({}, {})  # type: ignore[method-assign]
 
 
+def no_work_before_it_is_asked(inference: measure.Inference) -> None:
+    step, stale = inference._step, inference._step().clone()
+    inference._step = lambda: stale
+
+    def late(places: dict[str, list[int]]) -> Shown:
+        inference._step = step
+        for index in range(1, 5):
+            inference(index)
+        return measure.Inference.show(inference, places)
+
+    inference.show = late  # type: ignore[method-assign]
+
+
 def no_work_at_first(inference: measure.Inference) -> None:
     step, steps = inference._step, itertools.count()
     stale = step().clone()
@@ -208,7 +221,7 @@ FAULTS: dict[str, Callable[[measure.Inference], None]] = {
     **{fault.__name__: fault for fault in (
         stale_images, stale_output, half_a_batch, in_bf16, no_head_bias, no_work_at_first,
         no_work_every_second_time, last_image_left_out, logits_of_images_before_go,
-        no_logits,
+        no_logits, no_work_before_it_is_asked,
     )},
     "cached by the first pixel": cached_by(lambda images: float(images[0, 0, 0, 0])),
     "cached by the first pixels": cached_by(lambda images: tuple(images[:, 0, 0, 0].tolist())),
