@@ -4,6 +4,7 @@ import dataclasses
 import os
 import signal
 import sys
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,10 @@ from workshop.gate import audit, parity
 from workshop.judge import judge, studies, wire
 from workshop.judge.pipe import Closed, Pipe
 from workshop.judge.plans import Plan, record
-from workshop.judge.process import Process
+from workshop.judge.process import SECONDS_TO_STOP, Process
 from workshop.labs import LabRun
 from workshop.results import RunResult
+from workshop.versions import ROOT
 
 # --- messages -----------------------------------------------------------------------------------
 
@@ -227,6 +229,18 @@ def test_a_paused_process_does_nothing() -> None:
     process.pause()
     process.stop()
     assert process._process.returncode == -signal.SIGTERM  # it was let go on, and not killed
+
+
+def test_a_process_that_waits_for_a_message_ends_without_a_signal() -> None:
+    """Just after a pause SIGTERM may reach a thread that the message does not wake."""
+    waits = "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN); from workshop.judge.pipe import "
+    waits += "Pipe; pipe = Pipe.to_judge(); pipe.send('ready'); pipe.receive()"
+    process = Process([sys.executable, "-c", waits], os.environ | {"PYTHONPATH": str(ROOT)})
+    process.answer("ready")
+    process.pause()
+    started = time.monotonic()
+    process.stop()
+    assert time.monotonic() - started < SECONDS_TO_STOP
 
 
 def test_the_record_is_what_was_asked_for(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -115,6 +116,12 @@ class Pipe:
         if not wanted:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+
+    def hang_up(self) -> None:
+        """Ends the connection, also for a thread that waits for a message."""
+        with socket.socket(fileno=os.dup(self._read.fileno())) as end:
+            with contextlib.suppress(OSError):  # it has ended
+                end.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self) -> "Pipe":
         return self

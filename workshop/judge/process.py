@@ -20,7 +20,7 @@ from workshop.judge.pipe import Closed, Ended, Message, Pipe
 from workshop.run import processes, waiting
 from workshop.versions import ROOT
 
-SECONDS_TO_STOP = 120
+SECONDS_TO_STOP = 40
 Hear = Callable[[str], object]
 """Takes a line that the process has printed."""
 
@@ -42,6 +42,7 @@ class Process:
         # As standard input it also reaches the processes of a launcher.
         ours, theirs = socket.socketpair()
         self.stderr: list[str] = []
+        self._lock, self._stopping = threading.Lock(), False
         # A session of its own: a Ctrl-C at the terminal reaches us alone.
         self._process = subprocess.Popen(
             command,
@@ -114,7 +115,9 @@ class Process:
 
     def pause(self) -> None:
         """Stops the process until `resume`, with what it has started."""
-        self._signal(signal.SIGSTOP)
+        with self._lock:  # one that is being ended, by another thread, would not end
+            if not self._stopping:
+                self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Lets it go on after `pause`."""
@@ -141,7 +144,12 @@ class Process:
 
     def stop(self) -> None:
         """Ends the process now, and what it has started, if it has not ended."""
+        with self._lock:
+            self._stopping = True
         if self._process.poll() is None:
+            # One that waits for a message ends for this. SIGTERM alone may reach another of its
+            # threads, just after a pause.
+            self._pipe.hang_up()
             self.resume()
             processes.stop(self._process, SECONDS_TO_STOP)
             processes.kill_group(self._process)  # which may hold the pipe open
