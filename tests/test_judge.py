@@ -227,6 +227,7 @@ def test_a_paused_process_does_nothing() -> None:
     process.resume()
     assert os.WIFCONTINUED(os.waitpid(pid, os.WCONTINUED)[1])
     process.pause()
+    process._pipe.close()  # as after an end that was interrupted
     process.stop()
     assert process._process.returncode == -signal.SIGTERM  # it was let go on, and not killed
 

@@ -107,6 +107,12 @@ SCALE_ROUNDINGS = 8.0
 all. Most roundings average out: at bf16 true versions are within 2 and 1. Those of Triton's
 interpreter, which cuts bf16 where it should round, do not: V3 there is up to 6 and 3 off."""
 
+SCALE_MULTIPLE_FP8 = 3.0
+"""MULTIPLE for the scale of one gradient at fp8, where V1's own is a matter of luck: on an H200 at
+small, with 2 to 4 seeds of each recipe, V2, V3 and V4 are up to 0.093 off where V1 is 0.036
+(results/reference/nvidia_h200/prototypes/gate_fp8.jsonl). One layer's that is 1.2 times as long is
+0.17 to 0.19 off and red, where 0.09 to 0.12 is allowed; 1.1 times as long it passes."""
+
 SMALL_PARAMETERS = 5_000_000
 """Up to which a model is checked in fp32 as it is, before a lower precision: `tiny` is."""
 
@@ -739,9 +745,11 @@ def _compare_scales(report: ParityReport, setting: Setting, runs: Runs) -> None:
         for run in (runs.candidate, runs.baseline)
     )
     rounding = setting.precision.unit_roundoff
+    more = SCALE_MULTIPLE_FP8 - MULTIPLE if setting.precision.float8_recipe else 0.0
     typical = torch.tensor(list(own.values())).abs().median().item()
     for name, excess in found.items():
-        of_v1, floor = max(abs(own[name]), typical), SCALE_ROUNDINGS * rounding
+        of_v1 = max(abs(own[name]), typical)
+        floor = SCALE_ROUNDINGS * rounding + more * of_v1
         _judge(report, f"scale of the gradient of {name}", abs(excess), of_v1, floor)
     mean, mean_of_v1 = (abs(sum(of.values())) / max(len(of), 1) for of in (found, own))
     floor = ROUNDING_UNITS * rounding

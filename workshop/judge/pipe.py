@@ -119,9 +119,9 @@ class Pipe:
 
     def hang_up(self) -> None:
         """Ends the connection, also for a thread that waits for a message."""
-        with socket.socket(fileno=os.dup(self._read.fileno())) as end:
-            with contextlib.suppress(OSError):  # it has ended
-                end.shutdown(socket.SHUT_RDWR)
+        gone = contextlib.suppress(OSError, ValueError)  # it has ended, or is closed
+        with gone, socket.socket(fileno=os.dup(self._read.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self) -> "Pipe":
         return self
