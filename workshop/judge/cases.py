@@ -80,28 +80,24 @@ class Case:
             path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
             self._process = Process(command, {**self._environment, "PYTHONPATH": path})
             self._described = {}
-        process = self._process
+        process, setting = self._process, self.setting
         try:
             if not self._described:
-                self._begin(process)
+                process.ask(
+                    "begin",
+                    config=dataclasses.asdict(setting.config),
+                    precision=setting.precision.name,
+                    device=str(setting.device),
+                    seed=setting.seed,
+                    batch_size=setting.batch_size,
+                    seq_len=setting.seq_len,
+                )
+                self._described = process.answer("described").values
             yield process
         except Closed as closed:
             self._process = None
             _, reason = process.failure(closed)
             raise WorkshopError(f"V1, with which it is compared: {reason}") from None
-
-    def _begin(self, process: Process) -> None:
-        setting = self.setting
-        process.ask(
-            "begin",
-            config=dataclasses.asdict(setting.config),
-            precision=setting.precision.name,
-            device=str(setting.device),
-            seed=setting.seed,
-            batch_size=setting.batch_size,
-            seq_len=setting.seq_len,
-        )
-        self._described = process.answer("described").values
 
     def release(self) -> None:
         """Ends V1's process, whose memory candidates may need."""
