@@ -21,8 +21,8 @@ from workshop.run.precision import get_precision
 
 Patch = Callable[[ModuleType, pytest.MonkeyPatch], Callable[[object], nn.Module]]
 FAULTS: dict[str, tuple[Patch, str]] = {}
-"""What breaks a copy of V1's module and returns what builds its model, and a pattern of what the
-gate must say of it."""
+"""Each breaks a copy of V1's module and returns what builds its model; with it a pattern of what
+the gate must say."""
 V1 = versions.load("v1")
 LOGITS = "logits: relative error"
 REFERENCES: dict[str, tuple[parity.Outcome, parity.Outcome]] = {}
@@ -699,7 +699,8 @@ def test_a_wide_model_is_trained_where_roundings_stay_small_and_faults_show() ->
     report = checked("v1", config, batch_size=1, seq_len=5, configure_optimizer=hurries)
     assert report.measures["loss curve"].baseline < 5.5e-7
     assert report.failures[0].startswith("loss curve: ")
-    assert all(" moved by " in failure for failure in report.failures[1:])
+    of_training = re.compile(" moved by |^direction of |^decay of ")
+    assert all(map(of_training.search, report.failures[1:]))
 
 
 @pytest.mark.slow
