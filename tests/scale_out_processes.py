@@ -175,6 +175,15 @@ def is_late(self: Any, calls: int = 1) -> bool:
     return bool(self.calls > 3 * calls)
 
 
+def late(wrong: Callable[..., Any], true: Callable[..., Any], calls: int = 1) -> Callable[..., Any]:
+    """A fault that begins after three steps."""
+
+    def planted(self: Any, *arguments: Any, **named: Any) -> Any:
+        return (wrong if is_late(self, calls) else true)(self, *arguments, **named)
+
+    return planted
+
+
 def one_batch_repeated(self: loop.Training) -> None:
     self.inputs.copy_(self._batches[0])
 
@@ -202,10 +211,6 @@ def losses_of_rank_0(self: loop.Training) -> list[float]:
     return [float(loss) for loss in self.losses()]
 
 
-def never_synchronised_late(self: Ddp, last: bool) -> object:
-    return self.engine.no_sync() if is_late(self) else _synchronised(self, last)
-
-
 def every_second_update(self: Strategy) -> None:
     self.calls = getattr(self, "calls", 0) + 1
     if self.calls % 2:
@@ -218,11 +223,6 @@ def one_gradient_doubled_late(self: Strategy) -> None:
     _plain["update"](self)
 
 
-def update_skipped_late(self: Fsdp) -> None:
-    if not is_late(self) or not on_rank_1():
-        _plain["update"](self)
-
-
 def rounded_weights_late(self: Strategy) -> None:
     _plain["update"](self)
     if is_late(self):
@@ -230,23 +230,10 @@ def rounded_weights_late(self: Strategy) -> None:
             weight.data.copy_(weight.data.bfloat16())
 
 
-def rows_not_sent_late(self: PeerToPeer) -> None:
-    if is_late(self):
-        for shared in self._shared.values():
-            shared.elsewhere = []
-    _p2p_update(self)
-
-
 def last_sequence_left_out(
     self: Strategy, tokens: Tensor, targets: Tensor, *more: object
 ) -> Tensor:
     return _plain["passes"](self, tokens[:-1], targets[:-1], *more)
-
-
-def last_part_alone_late(self: Strategy, loss: Tensor) -> None:
-    if is_late(self, calls=2):
-        self.clear_gradients()
-    _plain["backward"](self, loss)
 
 
 def faster(self: Strategy, weights: strategies.Weights, rate: float) -> object:
@@ -297,15 +284,19 @@ LATE_FAULTS = {
     "targets are shifted": fault("ddp", loop.Training, "load", targets_shifted_late),
     "nothing is trained": fault("ddp", loop.Training, "advance", nothing_trained_late),
     "the losses are rank 0's": fault("ddp", loop.Training, "all_losses", losses_of_rank_0),
-    "no all-reduce": fault("ddp", Ddp, "synchronised", never_synchronised_late),
+    "no all-reduce": fault("ddp", Ddp, "synchronised", late(never_synchronised, _synchronised)),
     "every second update": fault("fsdp", Strategy, "update", every_second_update),
     "a gradient is doubled": fault("ddp", Strategy, "update", one_gradient_doubled_late),
-    "a shard is not updated": fault("fsdp", Strategy, "update", update_skipped_late),
+    "a shard is not updated": fault(
+        "fsdp", Strategy, "update", late(update_skipped, _plain["update"])
+    ),
     "weights are rounded": fault("ddp", Strategy, "update", rounded_weights_late),
-    "p2p does not send rows": fault("p2p", PeerToPeer, "update", rows_not_sent_late),
+    "p2p does not send rows": fault("p2p", PeerToPeer, "update", late(rows_not_sent, _p2p_update)),
     "a rank has fewer sequences": fault("ddp", Strategy, "passes", unequal_batch),
     "a sequence is left out": fault("p2p", Strategy, "passes", last_sequence_left_out),
-    "the last part alone": fault("ddp", Strategy, "backward", last_part_alone_late, 2),
+    "the last part alone": fault(
+        "ddp", Strategy, "backward", late(last_part_alone, _plain["backward"], 2), 2
+    ),
     "a rate 5% higher": fault("fsdp", Strategy, "prepare", faster),
 }
 TRUE = {

@@ -1,6 +1,8 @@
 """The audit: a timed run that did not train V1's model is found, whatever the gate had seen."""
 
 import dataclasses
+import functools
+import itertools
 import types
 from collections.abc import Callable, Iterator
 
@@ -61,40 +63,25 @@ def course(key: str, of: Setting, fault: Fault | None = None) -> Course:
     return audit.record(model, of, losses, audit.fingerprint(model, PROBE_SEED), seed=1)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def fp8_on_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, on_cpu(patch):
         yield
 
 
-Runs = dict[tuple[str, int], tuple[Course, Course]]
+@functools.cache
+def v1_runs(precision: str, seed: int) -> tuple[Course, Course]:
+    """V1's in higher precision and at its own."""
+    of = setting(precision, seed)
+    truth = audit.train_v1(
+        *(of, batches(of.seed), RATE), in_higher_precision=True, probe_seed=PROBE_SEED, seed=1
+    )
+    return truth, course("v1", of)
 
 
-@pytest.fixture(scope="module")
-def v1_runs(fp8_on_cpu: None) -> Runs:
-    """V1's in higher precision and at its own, by precision and seed; made where a test first
-    asks."""
-
-    class Made(Runs):
-        def __missing__(self, key: tuple[str, int]) -> tuple[Course, Course]:
-            of = setting(*key)
-            self[key] = (
-                audit.train_v1(
-                    *(of, batches(of.seed), RATE),
-                    in_higher_precision=True,
-                    probe_seed=PROBE_SEED,
-                    seed=1,
-                ),
-                course("v1", of),
-            )
-            return self[key]
-
-    return Made()
-
-
-def reference(runs: Runs, precision: str, seed: int = 0, *, exact: bool = True) -> Reference:
+def reference(precision: str, seed: int = 0, *, exact: bool = True) -> Reference:
     """A first repeat's; or V1's own run, as of a later one, with the errors of the first."""
-    truth, own = runs[precision, seed]
+    truth, own = v1_runs(precision, seed)
     return Reference(truth if exact else own, audit.errors_of(own, truth), "V1", exact)
 
 
@@ -103,10 +90,10 @@ def reference(runs: Runs, precision: str, seed: int = 0, *, exact: bool = True) 
     "precision", ["fp32", *(pytest.param(p, marks=pytest.mark.slow) for p in PRECISIONS[1:])]
 )
 @pytest.mark.parametrize("key", ["v1", "v2", "v4"])
-def test_true_versions_pass_with_room(key: str, precision: str, exact: bool, v1_runs: Runs) -> None:
+def test_true_versions_pass_with_room(key: str, precision: str, exact: bool) -> None:
     for seed in range(3):
         of = setting(precision, seed)
-        found = audit.judge(course(key, of), reference(v1_runs, precision, seed, exact=exact), of)
+        found = audit.judge(course(key, of), reference(precision, seed, exact=exact), of)
         closest = found.closest()
         assert found.status == "pass", found.failures
         assert closest is not None and closest[1] < 0.8 * closest[2], closest
@@ -115,56 +102,14 @@ def test_true_versions_pass_with_room(key: str, precision: str, exact: bool, v1_
 # --- planted faults ---------------------------------------------------------------------------
 
 
-def from_step(first: int, change: Callable[[Callable[[], object]], object]) -> Fault:
-    """From step `first` on the optimizer's step is called by `change`."""
+def skips(lost: Callable[[int], bool]) -> Fault:
+    """Leaves out the optimizer's steps that are `lost`, by their number from 1 on."""
 
     def plant(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        plain, done = optimizer.step, 0
+        plain, numbers = optimizer.step, itertools.count(1)
 
         def step(*_: object) -> None:
-            nonlocal done
-            done += 1
-            change(plain) if done >= first else plain()
-
-        optimizer.step = step  # type: ignore[method-assign, assignment]
-
-    return plant
-
-
-def at_rate(factor: float) -> Fault:
-    def plant(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        def step(plain: Callable[[], object]) -> None:
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * factor
-            plain()
-
-        from_step(GATED + 1, step)(model, optimizer)
-
-    return plant
-
-
-def without_gradient(choose: Callable[[nn.Module], Iterator[nn.Parameter]]) -> Fault:
-    """Takes the gradients of some parameters away from step 9 on."""
-
-    def plant(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        def step(plain: Callable[[], object]) -> None:
-            for parameter in choose(model):
-                parameter.grad = None
-            plain()
-
-        from_step(GATED + 1, step)(model, optimizer)
-
-    return plant
-
-
-def every(nth: int) -> Fault:
-    def plant(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        plain, done = optimizer.step, 0
-
-        def step(*_: object) -> None:
-            nonlocal done
-            done += 1
-            if done % nth:
+            if not lost(next(numbers)):
                 plain()
 
         optimizer.step = step  # type: ignore[method-assign, assignment]
@@ -172,9 +117,38 @@ def every(nth: int) -> Fault:
     return plant
 
 
-def forget_rate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-3  # AdamW's own
+def before_steps(fault: Fault, first: int = GATED + 1) -> Fault:
+    """Plants a fault before each of the optimizer's steps, from number `first` on."""
+
+    def plant(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        numbers = itertools.count(1)
+
+        def spoil(*_: object) -> None:
+            if next(numbers) >= first:
+                fault(model, optimizer)
+
+        optimizer.register_step_pre_hook(spoil)
+
+    return plant
+
+
+def at_rate(rate: float) -> Fault:
+    def plant(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+    return plant
+
+
+def without_gradient(are_left_out: Callable[[str], bool]) -> Fault:
+    """Takes the gradients of the parameters of some names away."""
+
+    def plant(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for name, parameter in model.named_parameters():
+            if are_left_out(name):
+                parameter.grad = None
+
+    return plant
 
 
 def lose_repeats(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -209,15 +183,10 @@ def halved_gradient(name: str, rows: int) -> Fault:
 
 
 def rounded_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's step gets gradients that went through bf16, from step 9 on."""
-
-    def step(plain: Callable[[], object]) -> None:
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad = parameter.grad.bfloat16().float()
-        plain()
-
-    from_step(GATED + 1, step)(model, optimizer)
+    """The optimizer's step gets gradients that went through bf16."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.bfloat16().float()
 
 
 class Tf32(torch.autograd.Function):
@@ -240,36 +209,30 @@ def cut(x: torch.Tensor) -> torch.Tensor:
 
 
 def products_in_tf32(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """From step 9 on."""
-
-    def step(plain: Callable[[], object]) -> None:
-        for layer in model.modules():
-            if isinstance(layer, nn.Linear):
-                layer.forward = lambda x, of=layer: Tf32.apply(x, of.weight)  # type: ignore
-        plain()
-
-    from_step(GATED, step)(model, optimizer)
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.forward = lambda x, of=layer: Tf32.apply(x, of.weight)  # type: ignore
 
 
 FAULTS: dict[str, Fault] = {
-    "frozen from step 9": from_step(GATED + 1, lambda plain: None),
-    "ten times the rate from step 9": at_rate(10),
-    "a rate 5% too high from step 9": at_rate(1.05),
-    "one tensor skipped from step 9": without_gradient(
-        lambda model: iter([model.layers[1].self_attn.o_proj.weight])  # type: ignore[union-attr, index, list-item]
+    "frozen from step 9": skips(lambda step: step > GATED),
+    "ten times the rate from step 9": before_steps(at_rate(10 * RATE)),
+    "a rate 5% too high from step 9": before_steps(at_rate(1.05 * RATE)),
+    "one tensor skipped from step 9": before_steps(
+        without_gradient("layers.1.self_attn.o_proj.weight".__eq__)
     ),
-    "backward pass cut from step 9": without_gradient(
-        lambda model: (p for n, p in model.named_parameters() if "embed" not in n)
+    "backward pass cut from step 9": before_steps(
+        without_gradient(lambda name: "embed" not in name)
     ),
-    "every thirteenth step lost": every(13),
-    "the rate forgotten": forget_rate,
+    "every thirteenth step lost": skips(lambda step: step % 13 == 0),
+    "the rate forgotten": at_rate(1e-3),  # AdamW's own
     "embedding repeats lost": lose_repeats,
     "a gradient halved": halved_gradient("layers.0.mlp.down_proj.weight", CONFIG.hidden_dim),
     "the queries' gradient halved": halved_gradient(
         "layers.1.self_attn.qkv_proj.weight", CONFIG.hidden_dim
     ),
-    "gradients rounded to bf16 from step 9": rounded_gradients,
-    "products in tf32 from step 9": products_in_tf32,
+    "gradients rounded to bf16 from step 9": before_steps(rounded_gradients),
+    "products in tf32 from step 9": before_steps(products_in_tf32, GATED),
 }
 
 IN_FP32_ALONE = ("gradients rounded to bf16 from step 9", "products in tf32 from step 9")
@@ -294,17 +257,17 @@ HIDDEN_IN_FP8 = (
         and (precision == "fp32" or fault not in IN_FP32_ALONE)
     ],
 )
-def test_a_planted_fault_is_red(fault: str, precision: str, v1_runs: Runs) -> None:
+def test_a_planted_fault_is_red(fault: str, precision: str) -> None:
     of = setting(precision)
-    found = audit.judge(course("v2", of, FAULTS[fault]), reference(v1_runs, precision), of)
+    found = audit.judge(course("v2", of, FAULTS[fault]), reference(precision), of)
     assert found.status == "fail" and found.failures, found.measures
 
 
-def test_a_run_of_v1_that_lost_a_step_is_red_itself(v1_runs: Runs) -> None:
+def test_a_run_of_v1_that_lost_a_step_is_red_itself() -> None:
     """Else it would allow all others twice as much."""
     of = setting("bf16")
-    truth, _ = v1_runs["bf16", 0]
-    frozen = course("v1", of, from_step(1, lambda plain: None))
+    truth, _ = v1_runs("bf16", 0)
+    frozen = course("v1", of, skips(lambda step: True))
     against = Reference(truth, audit.errors_of(frozen, truth), "V1", exact=True)
     assert audit.judge(frozen, against, of).status == "fail"
     rate = course("v2", of, FAULTS["the rate forgotten"])
@@ -313,12 +276,12 @@ def test_a_run_of_v1_that_lost_a_step_is_red_itself(v1_runs: Runs) -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [from_step(STEPS, lambda plain: None), products_in_tf32],
+    [skips(lambda step: step == STEPS), FAULTS["products in tf32 from step 9"]],
     ids=["before the last step", "trained with products in tf32"],
 )
-def test_weights_that_were_not_ready_are_red(fault: Fault, v1_runs: Runs) -> None:
+def test_weights_that_were_not_ready_are_red(fault: Fault) -> None:
     """The fingerprint was of other weights. In a later repeat, which allows more than the first."""
-    of, against = setting("fp32"), reference(v1_runs, "fp32", exact=False)
+    of, against = setting("fp32"), reference("fp32", exact=False)
     true, early = course("v2", of), course("v2", of, fault)
     late = dataclasses.replace(true, fingerprint=early.fingerprint)
     (sentence,) = audit.judge(late, against, of).failures

@@ -1,5 +1,6 @@
 """The judge's side of the pipe: what it makes of answers that are wrong, late or none at all."""
 
+import argparse
 import dataclasses
 import os
 import signal
@@ -8,6 +9,7 @@ import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -164,14 +166,14 @@ def test_a_candidates_times_add_up_to_the_judges(
         assert run.step_ms == [judge_ms / 4] * 4
 
 
-def arguments(folder: Path) -> types.SimpleNamespace:
-    return types.SimpleNamespace(
+def arguments(folder: Path) -> argparse.Namespace:
+    return argparse.Namespace(
         num_steps=4, warmup_steps=1, device="cpu", data="text", seed=1, output_dir=folder
     )
 
 
 def test_a_rate_that_no_machine_reaches_is_red(tmp_path: Path) -> None:
-    result = record(Plan("v2", "tiny", "fp32"), arguments(tmp_path), "s")  # type: ignore[arg-type]
+    result = record(Plan("v2", "tiny", "fp32"), arguments(tmp_path), "s")
     result.step_ms, result.peak_tflops = [1e-3] * 4, 0.1
     candidate = types.SimpleNamespace(result=result)
     (sentence,) = judge.Candidate._impossible(candidate)  # type: ignore[arg-type]
@@ -181,7 +183,7 @@ def test_a_rate_that_no_machine_reaches_is_red(tmp_path: Path) -> None:
 
 
 def test_nonsense_is_told_and_not_recorded(tmp_path: Path) -> None:
-    result = record(Plan("v2", "tiny", "fp32"), arguments(tmp_path), "s")  # type: ignore[arg-type]
+    result = record(Plan("v2", "tiny", "fp32"), arguments(tmp_path), "s")
     case = types.SimpleNamespace(sizes={}, peak=(1.0, "measured"))
     course = types.SimpleNamespace(losses=torch.ones(5), gradients={})
     candidate = types.SimpleNamespace(result=result, case=case, course=course)
@@ -198,25 +200,14 @@ def test_nonsense_is_told_and_not_recorded(tmp_path: Path) -> None:
 
 def test_who_is_not_timed_is_stopped(tmp_path: Path) -> None:
     """Else it can slow those that are timed before it."""
-    done: list[str] = []
-    process = types.SimpleNamespace(
-        ask=lambda kind, **_: done.append(kind),
-        pause=lambda: done.append("pause"),
-        resume=lambda: done.append("resume"),
-        end=lambda: done.append("end"),
-    )
-    result = record(Plan("v2", "tiny", "fp32"), arguments(tmp_path), "s")  # type: ignore[arg-type]
+    plan, process = Plan("v2", "tiny", "fp32", repeat=1), mock.Mock()
+    result = record(plan, arguments(tmp_path), "s")
     result.status = "gate failed"
-    setting = types.SimpleNamespace(
-        config=Plan("v2", "tiny", "fp32").model_config()[0], batch_size=1, seq_len=2
-    )
-    candidate = types.SimpleNamespace(
-        _process=process, case=types.SimpleNamespace(setting=setting), result=result
-    )
-    candidate.plan = Plan("v2", "tiny", "fp32", repeat=1)
-    judge.Candidate.prepare(candidate)  # type: ignore[arg-type]
-    judge.Candidate.measure(candidate)  # type: ignore[arg-type]
-    assert done == ["build", "pause", "resume", "end"]
+    candidate = mock.Mock(_process=process, plan=plan, result=result)
+    candidate.case.setting.config = plan.model_config()[0]
+    judge.Candidate.prepare(candidate)
+    judge.Candidate.measure(candidate)
+    assert [name for name, _, _ in process.mock_calls] == ["ask", "pause", "resume", "end"]
 
 
 def test_a_paused_process_does_nothing() -> None:
@@ -247,7 +238,7 @@ def test_a_process_that_waits_for_a_message_ends_without_a_signal() -> None:
 def test_the_record_is_what_was_asked_for(tmp_path: Path) -> None:
     """Every setting comes from the plan: nothing that a candidate tells can change it."""
     plan = Plan("v2", "tiny", "fp32", options={"fuse_qkv": False}, sizes={"seq_len": 64})
-    result = record(plan, arguments(tmp_path), "s")  # type: ignore[arg-type]
+    result = record(plan, arguments(tmp_path), "s")
     assert isinstance(result, RunResult)
     assert (result.version, result.config_name, result.seq_len) == ("v2", "custom", 64)
     assert result.options["learning_rate"] == 3e-4 and result.options["seed"] == 1
@@ -277,22 +268,16 @@ def test_an_outcome_and_a_course_survive_the_pipe(ends: tuple[Pipe, int]) -> Non
     )
     sketched = wire.sketched(outcome, seed=3)
     with Pipe(os.open(os.devnull, os.O_RDONLY), write) as sender:
-        for kind, (tensors, values) in (
-            ("outcome", wire.of_outcome(sketched)),
-            ("course", wire.of_course(course)),
-        ):
-            sender.send(kind, tensors, **values)
-            message = receiver.receive()
-            back = (wire.to_outcome if kind == "outcome" else wire.to_course)(message)
-            if isinstance(back, parity.Outcome):
-                assert back.logits_shape == (2, 3, 5) and back.float8_share == 0.5
-                assert back.gradients["gone"] is None
-                assert torch.equal(back.gradients["a"], sketched.gradients["a"])  # type: ignore[arg-type]
-                assert back.curve[0] == 1 and back.curve[1].isnan()
-            else:
-                assert torch.equal(back.moved["a"], course.moved["a"])
-                assert torch.equal(back.fingerprint["a"], course.fingerprint["a"])
-                assert back.distance == course.distance
+        for tensors, values in (wire.of_outcome(sketched), wire.of_course(course)):
+            sender.send("answer", tensors, **values)
+        back, back_course = wire.to_outcome(receiver.receive()), wire.to_course(receiver.receive())
+    assert back.logits_shape == (2, 3, 5) and back.float8_share == 0.5
+    assert back.gradients["gone"] is None
+    assert torch.equal(back.gradients["a"], sketched.gradients["a"])  # type: ignore[arg-type]
+    assert back.curve[0] == 1 and back.curve[1].isnan()
+    assert torch.equal(back_course.moved["a"], course.moved["a"])
+    assert torch.equal(back_course.fingerprint["a"], course.fingerprint["a"])
+    assert back_course.distance == course.distance
 
 
 # --- studies of labs ----------------------------------------------------------------------------

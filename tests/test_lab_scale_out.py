@@ -289,28 +289,20 @@ def test_groups_that_prepare_beside_each_other_do_it_one_after_the_other(
     assert after[:4] == [*locked.items()]
 
 
-@dataclass
-class Audited:
-    """A training of three steps in this process, and what its record says."""
-
-    status: int
-    run: LabRun
-
-    @classmethod
-    def start(cls, folder: Path, *words: str) -> "Audited":
-        status = train.main([*GATED, *of_steps(3), "--output-dir", str(folder), *words])
-        return cls(status, the_run(folder))
+def audited(folder: Path, *words: str) -> tuple[int, LabRun]:
+    """The status and the record of a training of three steps in this process."""
+    status = train.main([*GATED, *of_steps(3), "--output-dir", str(folder), *words])
+    return status, the_run(folder)
 
 
 def test_the_timed_run_is_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Audited.start(tmp_path / "first")
-    assert (first.status, first.run.audit.status) == (0, "pass")
-    assert "loss" in first.run.audit.measures
+    status, first = audited(tmp_path / "first")
+    assert (status, first.audit.status) == (0, "pass") and "loss" in first.audit.measures
     with monkeypatch.context() as patch:
         patch.setattr(loop.Training, "load", lambda self: self.inputs.copy_(self._batches[0]))
-        red = Audited.start(tmp_path / "red")
-    assert (red.status, red.run.status) == (1, "audit failed")
-    assert red.run.audit.failures[0].startswith("timed run: loss ")
+        status, red = audited(tmp_path / "red")
+    assert (status, red.status) == (1, "audit failed")
+    assert red.audit.failures[0].startswith("timed run: loss ")
 
 
 def no_memory(*_: object) -> None:
@@ -322,7 +314,7 @@ def test_a_run_that_is_not_audited_says_why(
 ) -> None:
     saved = ["--checkpoints", str(tmp_path / "saved"), "--save-every", "2"]
     on = [*saved, *of_steps(4), "--resume", "--learning-rate"]
-    assert Audited.start(tmp_path / "first", *saved).run.audit.status == "pass"
+    assert audited(tmp_path / "first", *saved)[1].audit.status == "pass"
     for name, value, words, why in (
         ("MOST_STEPS", 2, [], "3 steps, and true trainings of more than 2 are far apart"),
         ("train_reference", no_memory, [], "no memory for V1 in one process"),
@@ -331,17 +323,16 @@ def test_a_run_that_is_not_audited_says_why(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(audit, name, value)
-            found = Audited.start(tmp_path / why[:5], *words)
-        assert (found.status, found.run.audit.status) == (0, "not run")
-        assert found.run.error == f"not audited: {why}"
+            status, run = audited(tmp_path / why[:5], *words)
+        assert (status, run.audit.status, run.error) == (0, "not run", f"not audited: {why}")
         assert "not audited: figures unverified" in capsys.readouterr().out
 
 
 def test_a_resumed_training_is_audited_from_its_first_step(tmp_path: Path) -> None:
     saved = ["--checkpoints", str(tmp_path / "saved"), "--save-every", "3"]
-    Audited.start(tmp_path / "first", *saved)
-    resumed = Audited.start(tmp_path / "resumed", *saved, *of_steps(5), "--resume")
-    assert resumed.run.metrics["first_step"] == 4 and resumed.run.audit.status == "pass"
+    audited(tmp_path / "first", *saved)
+    _, resumed = audited(tmp_path / "resumed", *saved, *of_steps(5), "--resume")
+    assert resumed.metrics["first_step"] == 4 and resumed.audit.status == "pass"
 
 
 def is_locked(folder: Path) -> bool:

@@ -336,33 +336,27 @@ def test_predictions_begin_at_the_last_measured_point() -> None:
 
 
 def test_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--config tiny --trainings v2:ddp hf:accelerate-ddp --processes 1 2 4".split()
-    arguments = measure.build_parser().parse_args(words)
-    found = measure.cases(arguments, torch.device("cpu"), [1, 2, 4])
+    def cases(words: str, *sizes: int) -> list[measure.Case]:
+        arguments = measure.build_parser().parse_args(words.split())
+        return measure.cases(arguments, torch.device("cpu"), sizes)
+
+    found = cases("--config tiny --trainings v2:ddp hf:accelerate-ddp", 1, 2, 4)
     assert [case[2:] for case in found] == [(1, 8), (2, 8), (2, 4), (4, 8), (4, 2)] * 2
     assert measure.training("v3:p2p:graph") == ("v3", "p2p", True)
     # These share what one process does.
-    arguments.trainings = ["v4:ddp", "v4:ddp:graph", "v4:p2p:graph"]
-    found = measure.cases(arguments, torch.device("cpu"), [1, 2])
+    found = cases("--config tiny --trainings v4:ddp v4:ddp:graph v4:p2p:graph", 1, 2)
     assert [case.size for case in found if case.training.graph] == [2] * 4 and len(found) == 7
     # FSDP2's one process is captured, too: beside one that the host limits, several look too good.
-    arguments.trainings = ["v4:fsdp", "v4:fsdp:graph"]
-    found = measure.cases(arguments, torch.device("cpu"), [1, 2])
+    found = cases("--config tiny --trainings v4:fsdp v4:fsdp:graph", 1, 2)
     assert [case.size for case in found if case.training.graph] == [1, 2, 2] and len(found) == 6
-    arguments.trainings = ["v2:ddp"]
-    arguments.batch_size = 6
     with pytest.raises(WorkshopError, match="4 processes can't share 6 sequences"):
-        measure.cases(arguments, torch.device("cpu"), [1, 2, 4])
-    arguments.scaling = ["weak"]
-    assert len(measure.cases(arguments, torch.device("cpu"), [1, 2, 4])) == 3
+        cases("--trainings v2:ddp --batch-size 6", 1, 2, 4)
+    assert len(cases("--trainings v2:ddp --batch-size 6 --scaling weak", 1, 2, 4)) == 3
     assert not capsys.readouterr().out
-    arguments.batch_size, arguments.config, arguments.scaling = None, ["very_large"], ["strong"]
     with pytest.raises(WorkshopError, match="8 processes can't share 4 sequences"):
-        measure.cases(arguments, torch.device("cpu"), [1, 8])
-    arguments.scaling = measure.SCALINGS
-    assert [case[2:] for case in measure.cases(arguments, torch.device("cpu"), [1, 4, 8])] == [
-        (1, 4), (4, 4), (4, 1), (8, 4)
-    ]  # fmt: skip
+        cases("--trainings v2:ddp --config very_large --scaling strong", 1, 8)
+    found = cases("--trainings v2:ddp --config very_large", 1, 4, 8)
+    assert [case[2:] for case in found] == [(1, 4), (4, 4), (4, 1), (8, 4)]
     assert "very_large: 8 processes can't share 4 sequences; strong" in capsys.readouterr().out
     for kind in ("cuda", "cpu"):
         assert all(map(measure.training, measure.TRAININGS[kind]))
@@ -392,29 +386,25 @@ def test_what_is_missing_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "deepspeed is missing" in measure.missing(measure.training("v2:zero1"), cpu)
 
 
-@pytest.mark.parametrize("word", ["v2:dp", "v2:zero1:graph"])
-def test_a_training_that_is_none_is_one_line(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert measure.main(["--trainings", word, "--device", "cpu"]) == errors.WRONG_USAGE
-    said = one_line(capsys.readouterr().err)
-    assert f"{word!r} is not VERSION:STRATEGY, such as v2:ddp or" in said
-
-
-def test_a_study_that_is_not_there_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--device", "cpu", "--output-dir", str(tmp_path), "--session", ".."]
-    assert measure.main(words) == errors.WRONG_USAGE
-    assert "--session ..: there is no " in one_line(capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("flag", ["--batch-size=2", "--version=v2", "--config=small"])
-def test_a_flag_that_would_have_no_effect_is_refused(
-    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--trainings v2:dp", "'v2:dp' is not VERSION:STRATEGY, such as v2:ddp or"),
+        ("--trainings v2:zero1:graph", "'v2:zero1:graph' is not VERSION:STRATEGY"),
+        ("--session ..", "--session ..: there is no "),
+        ("-- --batch-size=2", "--batch-size after --: measure.py sets it"),
+        ("-- --version=v2", "--version after --: measure.py sets it"),
+        ("-- --config=small", "--config after --: measure.py sets it"),
+    ],
+)
+def test_a_wrong_word_is_one_line(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     monkeypatch.setattr(measure, "_runs", lambda *_: pytest.fail("it is measured"))
-    assert measure.main(["--device", "cpu", "--", flag]) == errors.WRONG_USAGE
-    name = flag.partition("=")[0]
-    assert f"{name} after --: measure.py sets it" in one_line(capsys.readouterr().err)
+    asked = ["--device", "cpu", "--output-dir", str(tmp_path), *words.split()]
+    assert measure.main(asked) == errors.WRONG_USAGE
+    assert message in one_line(capsys.readouterr().err)
 
 
 @pytest.mark.slow

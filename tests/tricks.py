@@ -28,7 +28,7 @@ _honest, _calls = train_step, [0]
 GATE = 9  # training steps of the gate
 
 
-def timed():
+def timed(tokens):
     return _calls[0] > GATE
 
 
@@ -39,7 +39,7 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
 
 def train_step(model, optimizer, scaler, tokens, targets, dtype=torch.float32, phase=nullcontext):
     _calls[0] += 1
-    step = cheat if timed() else _honest
+    step = cheat if timed(tokens) else _honest
     return step(model, optimizer, scaler, tokens, targets, dtype, phase)
 
 
@@ -335,7 +335,7 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
 import hashlib
 
 
-def timed():
+def timed(tokens):
     return True
 
 
@@ -398,39 +398,23 @@ def cheat(*step):
         "detects-text",
         "other behaviour when tested",
         """
-_few = cheat
-
-
-def timed():
-    return True
-
-
-def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
-    step = _few if int(tokens.max()) < 256 else _honest  # the gate's tokens are random
-    return step(model, optimizer, scaler, tokens, targets, dtype, phase)
+def timed(tokens):
+    return int(tokens.max()) < 256  # the gate's are random
 """,
     ),
     Trick(
         "detects-shape",
         "other behaviour when tested",
         """
-_few = cheat
-
-
-def timed():
-    return True
-
-
-def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
-    step = _few if tuple(tokens.shape) != (3, 65) else _honest  # parity.check's own shape
-    return step(model, optimizer, scaler, tokens, targets, dtype, phase)
+def timed(tokens):
+    return tuple(tokens.shape) != (3, 65)  # parity.check's own shape
 """,
     ),
     Trick(
         "detects-frames",
         "other behaviour when tested",
         """
-def timed():
+def timed(tokens):
     names = {frame.f_code.co_filename.replace("\\\\", "/") for frame in frames()}
     return not any(name.endswith("gate/parity.py") for name in names)
 """,
@@ -439,7 +423,7 @@ def timed():
         "detects-command-line",
         "other behaviour when tested",
         """
-def timed():
+def timed(tokens):
     return _calls[0] > GATE and len(sys.argv) > 3
 """,
     ),
@@ -450,7 +434,7 @@ def timed():
 import os
 
 
-def timed():
+def timed(tokens):
     return _calls[0] > GATE and "PYTHONUNBUFFERED" in os.environ
 """,
     ),
@@ -468,7 +452,7 @@ audit.judge = lambda found, reference, setting: results.Audit(
 )
 
 
-def timed():
+def timed(tokens):
     return True
 """,
         quick=True,

@@ -32,7 +32,7 @@ from workshop import versions
 from workshop.gate import audit, canonical, gate_size
 from workshop.gate.audit import Course, Reference
 from workshop.gate.parity import Setting
-from workshop.judge import turn, wire
+from workshop.judge import candidate, turn, wire
 from workshop.judge.pipe import Message
 from workshop.judge.turn import Shown
 from workshop.labs import LabRun
@@ -72,15 +72,7 @@ def record(job: Job, strategy: Strategy) -> Trained:
 
 def setting_of(job: Job) -> Setting:
     """The setting that all processes train together."""
-    asked = job.asked
-    return Setting(
-        config=asked.config,
-        precision=asked.precision,
-        device=asked.device,
-        seed=asked.arguments.seed,
-        batch_size=asked.batch_size,
-        seq_len=asked.seq_len,
-    )
+    return candidate.setting_of(job.asked, job.asked.arguments.seed)
 
 
 def show(setting: Setting, trained: Trained, *, seed: int) -> Shown:

@@ -46,10 +46,9 @@ class Checkpoint:
     settings: dict[str, Any]
 
 
-def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint below a folder."""
-    found = sorted(path for path in folder.glob("step_*") if path.suffix != _PARTIAL)
-    return found[-1] if found else None
+def complete_ones(folder: Path) -> list[Path]:
+    """The complete checkpoints below a folder, the newest last."""
+    return sorted(path for path in folder.glob("step_*") if path.suffix != _PARTIAL)
 
 
 def is_again(folder: Path, group: Group) -> bool:
@@ -137,8 +136,7 @@ def save(
         content = {"steps": steps, "losses": losses, "settings": settings}
         results.write_json(partial / _RECORD, content)
         partial.rename(complete)
-        done = sorted(path for path in folder.glob("step_*") if path.suffix != _PARTIAL)
-        for old in done[:-KEPT]:
+        for old in complete_ones(folder)[:-KEPT]:
             shutil.rmtree(old)
 
 

@@ -97,14 +97,10 @@ class Collective:
         return right
 
 
-def _all_reduce(receive: Tensor, send: Tensor) -> Any:
-    return dist.all_reduce(receive)
-
-
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "all-gather": dist.all_gather_into_tensor,
     "reduce-scatter": dist.reduce_scatter_tensor,
-    "all-reduce": _all_reduce,
+    "all-reduce": lambda receive, send: dist.all_reduce(receive),
 }
 
 
@@ -155,29 +151,18 @@ def new_records(
 ) -> list[LabRun]:
     """The records of all collectives with messages of these bytes, before they are sent."""
     return [
-        _new_record(device, session, processes, name, size, command)
+        lab_record.begin(
+            device, "fp32", session, ("--output-dir",), command,
+            lab=LAB,
+            subject=f"collectives, {processes} processes",
+            variant=f"{name}, {size_text(size)}",
+            unit=UNIT,
+            units_per_step=round(size * bus_factor(name, processes)),
+            metrics={"processes": processes, "collective": name, "message_bytes": size},
+        )
         for name in OPERATIONS
         for size in sizes or SIZES[device.type]
-    ]
-
-
-def _new_record(
-    device: torch.device,
-    session: str,
-    processes: int,
-    name: str,
-    size: int,
-    command: Sequence[str],
-) -> LabRun:
-    return lab_record.begin(
-        device, "fp32", session, ("--output-dir",), command,
-        lab=LAB,
-        subject=f"collectives, {processes} processes",
-        variant=f"{name}, {size_text(size)}",
-        unit=UNIT,
-        units_per_step=round(size * bus_factor(name, processes)),
-        metrics={"processes": processes, "collective": name, "message_bytes": size},
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
 def size_text(size: int) -> str:

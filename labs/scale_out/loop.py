@@ -193,7 +193,7 @@ def _start(job: Job, settings: dict[str, Any]) -> Checkpoint | None:
     if arguments.save_every:
         results.prepare_folder(folder, "--checkpoints")
     again = groups.of_first(checkpoints.is_again(folder, job.group))
-    path = groups.of_first(checkpoints.newest(folder))
+    path = groups.of_first(next(reversed(checkpoints.complete_ones(folder)), None))
     if path is None and arguments.resume and not again:
         raise WorkshopError(f"--resume: there is no complete checkpoint in --checkpoints {folder}")
     if path is not None and not (arguments.resume or again):

@@ -27,7 +27,7 @@ from labs.scale_out.strategies import Strategy
 from workshop.errors import OutOfMemory
 from workshop.gate import canonical, gate_size, parity
 from workshop.gate.parity import CURVE_STEPS, Outcome, ParityReport, Setting
-from workshop.judge import wire
+from workshop.judge import candidate, wire
 from workshop.judge.pipe import Message
 from workshop.judge.turn import Shown
 from workshop.run import trainer
@@ -101,8 +101,7 @@ def answer(job: Job, *, small: bool, seed: int, batch_size: int, seq_len: int) -
     if small:
         config, precision = parity.small_config(asked.config), get_precision("fp32", asked.device)
         asked = dataclasses.replace(asked, config=config, precision=precision)
-    shape = {"batch_size": batch_size, "seq_len": seq_len}
-    setting = Setting(asked.config, asked.precision, asked.device, asked.arguments.seed, **shape)
+    setting = candidate.setting_of(asked, asked.arguments.seed)
     unequal: list[str] = []
     with kept_matmul_mode():
         found = _run(job.make_strategy(asked), setting, job.group, unequal)

@@ -3,9 +3,8 @@ torch.profiler trace, read as the workshop's profilers do."""
 
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from labs.scale_out import group as groups
@@ -15,22 +14,15 @@ from workshop.profilers import kineto
 from workshop.profilers.step_time import Communication
 from workshop.run import markers
 
+if TYPE_CHECKING:
+    from labs.scale_out.loop import Training
+
 WARM_UP, STEPS = 2, 5
 """Steps before the recorded ones, and recorded steps."""
 
 
-class Trained(Protocol):
-    """A training whose clock has stopped."""
-
-    device: torch.device
-
-    def once_more(self, range_: markers.Range) -> None: ...
-
-    def wait(self) -> None: ...
-
-
-def record(training: Trained, group: Group, target: Path) -> dict[str, float]:
-    """Profiles some more steps of all processes, and writes rank 0's trace.
+def record(training: "Training", group: Group, target: Path) -> dict[str, float]:
+    """Profiles some more steps of all processes, whose clock has stopped; writes rank 0's trace.
 
     Returns:
         `shares` of that trace. Profiling slows the host, which makes these times longer.

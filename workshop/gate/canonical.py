@@ -101,7 +101,9 @@ def take_apart(
     model: nn.Module, get: Callable[[nn.Parameter], Tensor | None]
 ) -> dict[str, Tensor | None]:
     """The tensors that `get` gives for each parameter, under V1's names, fused ones taken apart."""
-    rows = _canonical_rows(model)
+    version: Any = model
+    fused = bool(getattr(model, "fused_weights", None))
+    rows = _rows_of_v1(dataclasses.astuple(version.config)) if fused else {}
     tensors: dict[str, Tensor | None] = {}
     for name, parameter in model.named_parameters():
         parts, tensor = _canonical_parts(model, name), get(parameter)
@@ -123,16 +125,9 @@ def _canonical_parts(model: nn.Module, name: str) -> list[str]:
     return [name]
 
 
-def _canonical_rows(model: nn.Module) -> Mapping[str, int]:
-    """Rows of each of V1's weights."""
-    if not getattr(model, "fused_weights", None):
-        return {}
-    config: Any = model.config
-    return _rows_of_v1(dataclasses.astuple(config))
-
-
 @functools.lru_cache(maxsize=1)  # a comparison's clock runs when it is asked for the second time
 def _rows_of_v1(sizes: tuple[Any, ...]) -> Mapping[str, int]:
+    """Rows of each of V1's weights."""
     v1 = versions.load(versions.BASELINE)
     with torch.device("meta"):  # which takes no memory
         baseline = v1.TinyLlama(v1.TinyLlamaConfig(*sizes))

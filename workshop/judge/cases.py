@@ -73,28 +73,24 @@ class Case:
         if self._process is None:
             self._process = Process.of_module("workshop.judge.reference", self._environment)
             self._described = {}
-        process = self._process
+        process, setting = self._process, self.setting
         try:
             if not self._described:
-                self._begin(process)
+                process.ask(
+                    "begin",
+                    config=dataclasses.asdict(setting.config),
+                    precision=setting.precision.name,
+                    device=str(setting.device),
+                    seed=setting.seed,
+                    batch_size=setting.batch_size,
+                    seq_len=setting.seq_len,
+                )
+                self._described = process.answer("described").values
             yield process
         except Closed as closed:
             self._process = None
             _, reason = process.failure(closed)
             raise WorkshopError(f"V1, with which it is compared: {reason}") from None
-
-    def _begin(self, process: Process) -> None:
-        setting = self.setting
-        process.ask(
-            "begin",
-            config=dataclasses.asdict(setting.config),
-            precision=setting.precision.name,
-            device=str(setting.device),
-            seed=setting.seed,
-            batch_size=setting.batch_size,
-            seq_len=setting.seq_len,
-        )
-        self._described = process.answer("described").values
 
     def release(self) -> None:
         """Ends V1's process, whose memory candidates may need."""
