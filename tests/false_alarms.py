@@ -66,11 +66,8 @@ def recorded(*keys: str) -> list[list[float]]:
     """The processes' medians of each size and kind of some versions of which the H200's results
     hold enough."""
     found: dict[tuple[object, ...], list[float]] = defaultdict(list)
-    labs = {path.name for path in (ROOT / "labs").iterdir()}
-    for folder in sorted(H200.rglob("runs")):
-        if labs.intersection(folder.relative_to(H200).parts):
-            continue
-        for run in records.load_folder(folder, RunResult):
+    for path in records.files_in(H200):
+        for run in records.load_runs(path, RunResult):
             if run.step_ms and run.version in keys:
                 sizes = (*sorted(run.config.items()), run.batch_size, run.seq_len)
                 key = (run.version, variant(run), run.precision, sizes)

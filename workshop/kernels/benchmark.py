@@ -131,11 +131,13 @@ def _benchmark(arguments: argparse.Namespace) -> int:
 
 
 def make_setting(arguments: argparse.Namespace, interpreted: bool) -> Setting:
-    """Raises WorkshopError for a device or precision that can't be."""
+    """Raises WorkshopError for a device, precision or seed that can't be."""
     if arguments.rounds is None:
         arguments.rounds = 5 if arguments.quick else 20
     if arguments.drawn and interpreted:
         raise NotOnThisMachine("--drawn: these sizes take a GPU, and the kernels are interpreted")
+    if not 0 <= arguments.seed < 2**63:
+        raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
     name = "cpu" if interpreted and arguments.device == "auto" else arguments.device
     device = hardware.get_device(name)
     if not interpreted:
