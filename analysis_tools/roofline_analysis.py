@@ -100,7 +100,7 @@ def _analyse(arguments: argparse.Namespace) -> int:
     roofline = roofline_of() if roofline_of else None
     if roofline is None:
         return errors.DONE
-    # What --peak-compute is the peak of: what was given, else what the products are.
+    # --peak-compute is the peak at the given precision, else at that of the products.
     of_products = (point.precision for point in roofline.points if point.precision != "fp32")
     precision = arguments.precision or next(of_products, "fp32")
     given = inputs.given_ceilings(arguments.peak_compute, arguments.peak_bw, precision)
@@ -113,7 +113,7 @@ def _analyse(arguments: argparse.Namespace) -> int:
 
 
 def _input(arguments: argparse.Namespace) -> Callable[[], Roofline] | None:
-    """What gives the points; None where only --measure is wanted.
+    """The function that gives the points; None where only --measure is wanted.
 
     Raises:
         WorkshopError: options that do not go together.

@@ -29,7 +29,7 @@ Draw = Callable[[random.Random, int], tuple[list[float], list[float]]]
 
 
 def share(draw: Draw, processes: int, trials: int) -> float:
-    """Of comparisons that are significant, where none should be."""
+    """The share of significant comparisons, where none should be."""
     rng = random.Random(processes)
     alarms = 0
     for _ in range(trials):

@@ -525,7 +525,7 @@ def do(task: dict[str, Any]) -> int:
 
 
 def torchrun_starts(task: dict[str, Any]) -> int:
-    """What torchrun does, with processes that are forked."""
+    """Starts processes as torchrun does, by forking."""
     words = [*task["torchrun"], "--nproc-per-node", str(task["size"]), "train.py"]
     config, _, _ = torchrun.config_from_args(torchrun.parse_args(words))
     config.start_method = "fork"

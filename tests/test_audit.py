@@ -30,7 +30,7 @@ CONFIG = V1.TinyLlamaConfig(
     max_seq_len=64,
 )
 STEPS, GATED = 26, 8
-"""Of a run as compare_versions.py times it on a CPU, and how many of its own the gate trains."""
+"""The steps of a run as compare_versions.py times it on a CPU, and those that the gate trains."""
 RATE = 3e-4
 PROBE_SEED = 2**61
 PRECISIONS = ("fp32", "bf16", *FLOAT8)
@@ -49,7 +49,7 @@ def batches(seed: int) -> torch.Tensor:
 
 
 def course(key: str, of: Setting, fault: Fault | None = None) -> Course:
-    """What a run of a version leaves, with a fault in its model or optimizer."""
+    """The course of a version's run, with a fault in its model or optimizer."""
     module = versions.load(key)
     model = module.TinyLlama(module.TinyLlamaConfig(**vars(CONFIG)))
     canonical.load_canonical(model, canonical.canonical_state(CONFIG, of.seed))

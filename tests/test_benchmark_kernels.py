@@ -116,7 +116,7 @@ def judged(case: cases.Case, precision: str = "fp32", rounds: int = 0) -> dict[s
 
 @pytest.fixture
 def pretended_gpu(monkeypatch) -> Mock:
-    """What the clock needs of a GPU, on a machine that has none: a graph's replay calls anew."""
+    """The parts of a GPU that the clock needs; a graph's replay calls anew."""
     gpu = Mock()
     gpu.set_sync_debug_mode("default")
     gpu.get_device_properties.return_value = Mock(total_memory=10**9)
@@ -369,7 +369,7 @@ def slow(plain: Any) -> Any:
     return call
 
 
-# What to put in our kernel's place, the factor of its clock, what the note must say.
+# The function in our kernel's place, the factor of its clock, words that the note must have.
 TRICKS: dict[str, tuple[Callable[[Any], Any], float, str]] = {
     "results kept by address": (by_address, 1.0, "timed forward: y is off by"),
     "each second call left out": (by_turns, 1.0, "timed forward: y is off by"),

@@ -148,7 +148,7 @@ def test_a_mistake_in_a_first_kernel_is_shown(mistake: str, tmp_path: Path) -> N
 def test_kernels_that_are_right_on_a_gpu_are_run_in_the_interpreter_too(
     masked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which alone sees the loads; here the first run's are not looked at."""
+    """The interpreter alone sees the loads; here the first run's are not looked at."""
     check = loaded("triton_basics")
     monkeypatch.setattr(check, "INTERPRETED", False)
     monkeypatch.setattr(check, "watched_loads", lambda *inputs: contextlib.nullcontext([]))
@@ -242,7 +242,7 @@ def inspected(tmp_path: Path) -> Path:
 
 
 def tuned(results: Path, **changes: object) -> list[Item]:
-    """What the check says of the solution's answers, with some changed."""
+    """The check's items for the solution's answers, with some changed."""
     answers = with_answers("performance_tuning", results, **changes)
     return checked("performance_tuning", answers=answers, results=results)
 

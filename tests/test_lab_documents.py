@@ -37,13 +37,13 @@ def session(subject: str, ms_by_variant: dict[str, float], **changes: Any) -> li
 
 
 def cells(text: str, first: str) -> list[str]:
-    """Of the only line of a table that begins with this cell."""
+    """The cells of the only line of a table that begins with this cell."""
     (line,) = (line for line in text.splitlines() if line.startswith(f"| {first} |"))
     return [cell.strip() for cell in line.strip("| ").split(" | ")]
 
 
 def flags(command: str) -> list[str]:
-    """What a document says to type, without the program."""
+    """The flags of a document's command, without the program."""
     full = re.sub(r"^B ", f"{documents.ON} resnet50 --batch-size {documents.USUAL} ", command)
     return shlex.split(full)[2:]
 

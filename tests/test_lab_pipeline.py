@@ -328,7 +328,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "a rate 5% higher": (other_rate, MOVED),
     "other first weights": (other_weights, "the loss of step"),
     "a layer is frozen": (frozen_layer, MOVED),
-    # What the device does.
+    # Work of the device.
     "each row's crop as its column's": (of_loop("crop_batch", shifted_crop), INPUTS),
     "inputs a ten-thousandth larger": (
         of_loop("normalise", lambda pixels: true_normalise(pixels) * 1.0001),

@@ -293,7 +293,7 @@ def test_a_rope_turns_as_hugging_faces_does(name: str, tmp_path: Path) -> None:
 
 
 def shapes(batch: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Of each function of plain_ops, arguments of odd sizes; whose caches it may write."""
+    """Each function of plain_ops with arguments of odd sizes, whose caches it may write."""
     width, ffn, kv_heads, group, head_dim, slots = 110, 152, 3, 5, 28, 300
     x, norm = torch.randn(batch, width), torch.rand(width) + 0.5
     for int8 in (False, True):

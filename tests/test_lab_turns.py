@@ -93,7 +93,7 @@ class StandIn:
         (self.folder / "faults").write_text(f" {text}")
 
     def log(self) -> list[list[str]]:
-        """What happened, process id, network and variant; the log begins anew."""
+        """Lines of event, process id, network and variant; the log begins anew."""
         path = self.folder / "log"
         lines = [line.split(maxsplit=2) for line in path.read_text().splitlines()]
         path.unlink()
@@ -106,7 +106,7 @@ class StandIn:
         return (self.folder / "out" / "all_networks.md").read_text()
 
     def statuses(self) -> dict[str, list[str]]:
-        """Of the newest session, by network: plain's, then fast's."""
+        """The statuses of the newest session by network: plain's, then fast's."""
         session = max((self.folder / "out" / "runs").iterdir())
         found: dict[str, list[str]] = {}
         runs = records.load_runs(session, LabRun)

@@ -22,7 +22,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is drawn for an epoch, for each image of it. All int64 (N,)."""
+    """The draws of an epoch, one for each of its images. All int64 (N,)."""
 
     order: Tensor
     top: Tensor
@@ -103,7 +103,7 @@ class _Order:
 
 
 class Batches:
-    """Of the training images: whole batches, the remainder of an epoch is left out."""
+    """Whole batches of the training images; the remainder of an epoch is left out."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class Reference:
     dataset: Dataset
     device: torch.device
     seed: Callable[[int], int]
-    """Of an epoch's order and crops."""
+    """Gives the seed of an epoch's order and crops."""
 
     @property
     def epoch_images(self) -> int:

@@ -42,16 +42,16 @@ class Source(Sized, Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """What may be changed about the loop. As it stands, it is the slowest."""
+    """The loop's choices. The defaults are the slowest."""
 
     model: str = "cnn"
     """Or resnet50."""
     format: str = "png"
-    """Of labs.data_pipeline.formats.FORMATS."""
+    """A name in labs.data_pipeline.formats.FORMATS."""
     reader: str = "ours"
     """Or whose dataset or loader reads the format: torchvision, webdataset."""
     decoder: str = "pil"
-    """Of labs.data_pipeline.decoders.PACKAGES."""
+    """A name in labs.data_pipeline.decoders.PACKAGES."""
     workers: int = 1
     """Processes that prepare batches; 0 is the training process itself."""
     persistent: bool = False
@@ -77,7 +77,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step of the training had and gave, on the device."""
+    """The inputs and results of one training step, on the device."""
 
     loss: Tensor
     inputs: Tensor
@@ -162,7 +162,7 @@ class Order(Sampler[Key]):
 
 
 class Items(Dataset[tuple[Tensor, int, int]]):
-    """What a worker does for one image: read, decode, and, if asked, crop and normalise."""
+    """A worker's task for one image: read, decode, and, if asked, crop and normalise."""
 
     def __init__(self, images: Source, order: Order, prepare: bool) -> None:
         self.images, self.order, self.prepare = images, order, prepare

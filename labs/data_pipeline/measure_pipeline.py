@@ -363,7 +363,7 @@ def speed_tables(rows: Sequence[LabRow]) -> list[Table]:
 
 
 def rates_table(rows: Sequence[LabRow]) -> Table:
-    """What each part could do alone, by rung: of the process in the middle."""
+    """The rate of each part alone, by rung: the median of its processes."""
     keys = ("storage_per_s", "read_per_s", "decode_per_s", "worker_per_s", "model_per_s")
     lines = [
         Line([row.label, *(number(row.metric(key), ",.0f") for key in keys),

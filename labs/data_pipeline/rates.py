@@ -16,7 +16,7 @@ from labs.data_pipeline.formats import Images
 from labs.data_pipeline.loop import Items, Loop, Source
 
 SECONDS = 0.5
-"""That a rate is measured for."""
+"""The time for which a rate is measured."""
 LEAST_STEPS = 5
 STORED_FILES, STORED_BYTES = 500, 2**26
 """How many PNG files, and how much of a packed one, are read from the storage."""

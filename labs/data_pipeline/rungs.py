@@ -26,9 +26,9 @@ class Rung:
     """The rung that it changes; ALONE for the first of a ladder, to which all others of it are
     compared."""
     words: str
-    """What it changes."""
+    """Says the change, for the table."""
     change: dict[str, Any] = field(default_factory=dict)
-    """Of Settings."""
+    """New values of fields of Settings."""
     needs_gpu: str = ""
     """Why."""
 
@@ -78,7 +78,7 @@ PEERS_WITHOUT_A_ROW = {"ffcv": "FFCV", "nvidia.dali": "DALI"}
 
 
 def settings(name: str, workers: int) -> Settings:
-    """Of a rung, with all changes before it."""
+    """The settings of a rung, with all changes before it."""
     rung = BY_NAME[name]
     before = settings(rung.after, workers) if rung.after else Settings()
     values: dict[str, Any] = {k: workers if v == ALL_WORKERS else v for k, v in rung.change.items()}

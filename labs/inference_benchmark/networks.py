@@ -21,7 +21,7 @@ from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.run.torchvision import make_importable
 
 CLASSES, PIXEL_CLASSES = 1000, 21
-"""Of ImageNet, and of Pascal VOC, which torchvision's segmentation networks are made for."""
+"""The classes of ImageNet, and of Pascal VOC, for which torchvision's segmentation networks are."""
 CALIBRATION_IMAGES = 8
 
 ALIASES = {
@@ -64,7 +64,7 @@ LARGE_IMAGES = {"inception_v3": 299, "xception": 299} | dict.fromkeys(
 """Edges of images, in pixels, that are not 224. At 224 Swin V2 pads its windows with zeros, which
 torchvision normalises: in fp16 that is 0 / 0."""
 AUXILIARY_WEIGHT = {"googlenet": 0.3, "inception_v3": 0.4}
-"""Of the auxiliary classifiers in the loss, from the papers of the two networks."""
+"""The weight of the auxiliary classifiers in the loss, from the two networks' papers."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class Network:
 
 
 def logits(output: Any) -> Tensor:
-    """Of whatever a network gives: a tensor, a tuple with auxiliary logits, a dict of segmentation;
-    (N, classes) or (N, classes, H, W)."""
+    """The logits, (N, classes) or (N, classes, H, W), of a network's output: a tensor, a tuple with
+    auxiliary logits, or a dict of segmentation."""
     if isinstance(output, dict):
         output = output["out"]
     found: Tensor = output[0] if isinstance(output, tuple) else output

@@ -75,7 +75,7 @@ class InferenceCheck(Check):
         self._setting, self._variant, self._timed = setting, variant, timed
         self._build, self._chance = build, random.Random(seed)
         self._sums = torch.zeros(0)
-        """Of each image's logits, (kept iterations, B), as they were when the clock stopped."""
+        """Sums of each image's logits, (kept iterations, B), from when the clock stopped."""
         self._patterns: dict[int, Tensor] = {}
         """Each fp32 (1, 3, edge, edge), by the last iteration that has it."""
 

@@ -18,7 +18,7 @@ from workshop.labs import LabRow, LabRun
 README = Path(__file__).with_name("README.md")
 COMMAND = "python measure_engines.py --jobs 9"
 TEXT = "tiny_llama.txt.jsonl"
-"""What lm_gen.py wrote beside its texts, beside the record of the model's training."""
+"""The record that lm_gen.py wrote, in the folder of that of the model's training."""
 LAST = 100
 """Steps whose mean loss is quoted."""
 _HEADER = ("", "ms a token", "floor", "over `hf`", "first token, ms", "TFLOP/s until it",
@@ -26,7 +26,7 @@ _HEADER = ("", "ms a token", "floor", "over `hf`", "first token, ms", "TFLOP/s u
 
 
 def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
-    """What goes between the markers of the lab's README, of the runs of any labs."""
+    """The texts between the markers of the lab's README, from the runs of any labs."""
     groups = labs.newest(run for run in runs if run.lab == LAB and run.baseline)
     blocks = "\n\n".join(map(_block, map(ladder, groups)))
     return {README: {"engines": blocks or lab_table.not_measured(COMMAND)}}

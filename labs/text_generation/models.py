@@ -28,18 +28,18 @@ from workshop.run.torchvision import make_importable
 from workshop.run.trainer import missing_for_compile
 
 POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Of accelerate's device maps."""
+"""Policies for accelerate's device maps."""
 INDEX = "model.safetensors.index.json"
 PREPARES = "DeepSpeed prepares the model; the first time it compiles for minutes ..."
 
 
 @dataclass
 class Load:
-    """What loading took."""
+    """The cost of loading."""
 
     seconds: float = 0.0
     peak_mb: float = 0.0
-    """What was more than before at most: of the device's memory; on the CPU of the process's."""
+    """The growth of memory at its peak: the device's; on the CPU the process's."""
 
 
 @contextmanager
@@ -241,7 +241,7 @@ def _ends(model: Any, tokenizer: Any) -> list[int]:
 
 
 def _process_mb(line: str) -> float:
-    """What the process has in memory (`VmRSS`), or had at most (`VmHWM`)."""
+    """The process's memory in MB: now (`VmRSS`), or at its peak (`VmHWM`)."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:  # another system
@@ -341,8 +341,8 @@ def _keep_part(module: Any, how: str, rank: int, count: int) -> None:
 
 @contextmanager
 def deepspeeds_errors(arguments: argparse.Namespace) -> Iterator[None]:
-    """What DeepSpeed can't do here (a model, kernels without their compiler) it says by errors of
-    any type: they become a line."""
+    """Turns DeepSpeed's errors into a line. It raises any type for what it can't do here: a model,
+    kernels without their compiler."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError):
@@ -359,8 +359,9 @@ def deepspeeds_errors(arguments: argparse.Namespace) -> Iterator[None]:
 def _deepspeed(arguments: argparse.Namespace, loaded: Loaded, longest: int) -> tuple[Engine, str]:
     import deepspeed
 
-    # Of a CPU's processes DeepSpeed sums in shared memory, which it sets up only if this variable
-    # is there: its launcher gives it, torchrun does not, and without it the first sum is a SIGSEGV.
+    # On a CPU DeepSpeed sums over processes in shared memory, which it sets up only if this
+    # variable is there: its launcher gives it, torchrun does not, and without it the first sum is
+    # a SIGSEGV.
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     print(PREPARES, flush=True)
     model = _again(arguments, loaded)
@@ -420,5 +421,5 @@ def prefill_flops(model: nn.Module, lengths: Sequence[int]) -> float:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    # What accelerate has put on the disk has no storage.
+    # A tensor that accelerate has put on the disk has no storage.
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

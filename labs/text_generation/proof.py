@@ -29,9 +29,9 @@ from workshop.results import Parity
 from workshop.run.precision import Precision
 
 MOST_PROMPTS, MOST_TOKENS = 8, 128
-"""Of a batch that are compared."""
+"""The prompts of a batch that are compared, and the tokens of each."""
 MOST_TIMES = 3.0
-"""What Hugging Face's loop misses by, of which an engine may have this many."""
+"""How many times as far off as Hugging Face's loop an engine may be."""
 FLOOR = 16
 """Roundings; the loop may by luck take the very same tokens."""
 LOOP = 24

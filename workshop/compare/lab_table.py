@@ -116,7 +116,7 @@ def _percentiles(row: LabRow) -> tuple[float | None, ...]:
 
 
 def _notes(rows: Sequence[LabRow]) -> list[str]:
-    """What the numbers alone do not say."""
+    """Lines on what the numbers alone do not say."""
     lines = [f"{row.label}: {row.note()}" for row in rows if row.note() and not row.failed]
     lines += [
         f"{row.label}: no speed-up, since {row.first.baseline} has no time in this session"
@@ -137,7 +137,7 @@ def _notes(rows: Sequence[LabRow]) -> list[str]:
 
 
 def alarms(rows: Sequence[LabRow]) -> list[str]:
-    """What is to be looked into before a number is quoted, in lines."""
+    """Lines to look into before a number is quoted."""
     lines = [failure(row) for row in rows if row.failed]
     return lines + [f"IMPLAUSIBLE: {line}" for row in rows for line in implausible(row)]
 

@@ -102,7 +102,7 @@ def _note(key: str, title: str, *lines: str) -> Block:
 
 
 def _contents(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
-    """What each of the other views can show."""
+    """The contents of each of the other views."""
     groups = snapshot.sizes()  # points of a sweep have sizes of their own
     groups = [group for group in groups if group.preset in presets.PRESETS] or groups
     ladder = [_group_line(group, snapshot.rows(group)) for group in groups]

@@ -239,7 +239,7 @@ def _shape(run: RunResult) -> str:
 
 
 def label_of(run: RunResult) -> str:
-    """Of a version with its switches, as in "v2 no-fuse-qkv"."""
+    """The name of a version with its switches, as in "v2 no-fuse-qkv"."""
     return f"{run.version} {variant(run)}".strip()
 
 

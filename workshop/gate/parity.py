@@ -328,7 +328,7 @@ class Outcome:
     directions: dict[str, Tensor] = field(default_factory=dict)
     """Below fp32, of the truth alone: how the logits change with a number of the model."""
     float8_share: float = 1.0
-    """Of the operations of the layers' products, what runs in fp8; 1 where that is not asked."""
+    """The share of the layers' products that runs in fp8; 1 where that is not asked."""
     logits_shape: tuple[int, ...] = ()
     """The logits' own, where they are sketched."""
 

@@ -58,7 +58,7 @@ class Claim:
 
 
 def claim(run: results.RunResult) -> Claim:
-    """What a run's figures claim, to be held against its device's data sheet."""
+    """A run's claims in figures, to be held against its device's data sheet."""
     sheet = chips.find_peaks(str(run.device.get("name")))
     step_ms = [] if run.interpreted else run.step_ms  # an interpreted run claims no time
 

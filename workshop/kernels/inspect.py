@@ -348,7 +348,7 @@ def read_amdgcn(text: str) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def assemble(ptx: str) -> str:
-    """What NVIDIA's assembler says of a kernel; it is what Triton runs, too."""
+    """NVIDIA's assembler on a kernel; it is what Triton runs, too."""
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
     assert target is not None
     command = [nvidia_tool("ptxas", target[1]), "-v", f"--gpu-name={target[1]}"]
@@ -428,7 +428,7 @@ def _round_up(value: int, granule: int) -> int:
 
 
 def find_faults(chip: Chip, kernel: Kernel) -> Iterator[str]:
-    """What makes a kernel slow or impossible, in sentences."""
+    """Sentences on what makes a kernel slow or impossible."""
     # SGPRs alone spill into lanes of a VGPR, which costs an instruction and no memory.
     if kernel.spills["bytes"] or kernel.spills.get("VGPR"):
         spilt = ", ".join(f"{count} {what}" for what, count in kernel.spills.items() if count)

@@ -181,7 +181,7 @@ def _commands(groups: Sequence[Group]) -> Table:
 
 
 def participants_sheet(collection: Collection) -> Sheet:
-    """What a participant has done: the exercises, and all comparisons and labs but those in a
+    """A participant's own results: the exercises, and all comparisons and labs but those in a
     results folder's `reference`; without pictures."""
     theirs = {folder / REFERENCE for folder in collection.folders}
     own = [one for one in collection.runs if theirs.isdisjoint(one.path.parents)]

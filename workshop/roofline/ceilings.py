@@ -29,7 +29,7 @@ FOLDER = "ceilings"
 
 @dataclass
 class Measurement:
-    """What one device reached, on one day, with one version of its libraries."""
+    """The rates of one device, on one day, with one version of its libraries."""
 
     device: dict[str, str | int | float | None]
     software: dict[str, str | None]
@@ -37,11 +37,11 @@ class Measurement:
     copy_gbs: float
     """Read and written, of its memory."""
     tflops: dict[str, float]
-    """Of a large matrix product, by precision."""
+    """The rate of a large matrix product, by precision."""
     session: str = ""
     git_commit: str | None = None
     seconds: float = 0.0
-    """That measuring took."""
+    """The time that measuring took."""
 
     def ceilings(self) -> list[Ceiling]:
         """As lines of a roofline."""
@@ -222,6 +222,6 @@ def _of_benchmark(path: Path) -> Measurement | None:
 
 
 def of_run(run: LabRun) -> Measurement:
-    """What a timed run of a benchmark has measured."""
+    """The ceilings that a timed run of a benchmark has measured."""
     rates = run.ceiling_gbs or 0.0, {str(run.options.get("precision")): run.ceiling_tflops or 0.0}
     return Measurement(run.device, run.software, run.created, *rates)

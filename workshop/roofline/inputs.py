@@ -68,15 +68,15 @@ _ROCPROF_RATES = {
 
 @dataclass
 class Inputs:
-    """What was found in the files."""
+    """The contents of the files."""
 
     runs: list[RunResult] = field(default_factory=list)
     tables: list[tuple[KernelTable, RunResult | None]] = field(default_factory=list)
     """Each with the record of its run, where it has one."""
     kernels: list[KernelRow] = field(default_factory=list)
-    """Of V3's benchmark, where there is no run."""
+    """Rows of V3's benchmark, where there is no run."""
     ceilings: list[Ceiling] = field(default_factory=list)
-    """That a tool measured beside its profile."""
+    """Ceilings that a tool measured beside its profile."""
 
 
 def load(

@@ -1,4 +1,4 @@
-"""What the data sheets promise of each chip."""
+"""The promises of each chip's data sheet."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which device runs, and what a large product and copy reach on it."""
+"""The device that runs, and the rates of a large product and copy on it."""
 
 import os
 import platform
@@ -121,7 +121,7 @@ def _cgroups() -> Iterator[tuple[Path, _CgroupFiles]]:
 
 
 def _left_bytes(folder: Path, files: _CgroupFiles) -> int | None:
-    """What a control group has left; None where it has no limit or is not there."""
+    """The memory that a control group has left; None where it has no limit or is not there."""
     limit, used = (_read(folder / name).strip() for name in (files.limit, files.usage))
     if not (limit.isdigit() and used.isdigit()):  # "max"
         return None
@@ -140,12 +140,12 @@ def _read(path: Path) -> str:
 
 
 def peaks(device: torch.device) -> chips.Peaks | None:
-    """What the data sheet of a GPU promises, if it is listed."""
+    """The data sheet of a GPU, if it is listed."""
     return chips.find_peaks(device_name(device)) if device.type == "cuda" else None
 
 
 def describe(device: torch.device) -> dict[str, str | int | float | None]:
-    """What a result file records of its device."""
+    """A device as a result file records it."""
     sheet = peaks(device)
     record: dict[str, str | int | float | None] = {
         "type": device.type,

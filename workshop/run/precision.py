@@ -1,4 +1,4 @@
-"""What `--precision` means: the arithmetic of a training step. Weights and AdamW stay fp32."""
+"""The meaning of `--precision`: the arithmetic of a training step. Weights and AdamW stay fp32."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -22,7 +22,7 @@ class Precision:
     loss_scaling: bool = False
     """fp16 gradients underflow below 6e-8, so the loss is scaled up before the backward pass."""
     float8_recipe: str = ""
-    """Of the blocks' linear layers (workshop/run/float8.py), if these are in fp8."""
+    """The recipe of the blocks' linear layers (workshop/run/float8.py), if these are in fp8."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,7 +64,7 @@ PRECISIONS = {
         Precision("fp16", torch.float16, 2.0**-11, loss_scaling=True),
     )
 }
-"""Of any program: a switch and a type for autocast, and nothing else."""
+"""The precisions of any program: a switch and a type for autocast, and nothing else."""
 
 # What lies between the layers is bf16's, so its roundings are too: what fp8's cost, V1 shows.
 FLOAT8 = {
@@ -72,7 +72,7 @@ FLOAT8 = {
     for name, recipe in (("fp8", float8.TENSORWISE), ("fp8-rowwise", float8.ROWWISE))
 }
 LADDER = PRECISIONS | FLOAT8
-"""Of a version or peer, whose linear layers `Precision.prepare` changes for fp8."""
+"""The precisions of a version or peer, whose linear layers `Precision.prepare` changes for fp8."""
 
 
 def set_arithmetic(name: str) -> None:

@@ -19,7 +19,7 @@ from workshop.versions import ROOT
 REFERENCE = ROOT / "results/reference/nvidia_h200"
 SMALL, LARGE = (8192, 1024), (65536, 2048)
 FLOP_A_NUMBER = 4
-"""Of the forward norm, as its docstring counts."""
+"""The operations of the forward norm, as its docstring counts."""
 BENCHMARK, INSPECTION = "kernels", "kernels/inspect.json"
 """Below results/, and the first below the reference."""
 COMPILE = (
@@ -27,7 +27,7 @@ COMPILE = (
     "--precision bf16 fp32 --kernel backward --json results/kernels/inspect.json"
 )
 WIDTHS = {1024: "bf16 medium", 2048: "bf16 large"}
-"""Of a row, in the training steps that are inspected."""
+"""Widths of a row, in the training steps that are inspected."""
 KERNELS = ("rms_norm_backward", "swiglu_backward", "attention_backward")
 ATTENTION = "attention_backward_dk_dv"
 Kernels = list[dict[str, Any]]
@@ -78,13 +78,13 @@ class Measured:
         return 1000 * ms
 
     def share(self, size: tuple[int, int], phase: str) -> float:
-        """Of the copy rate, in %."""
+        """The share of the copy rate, in %."""
         share = self.row(size).share(phase)
         assert share is not None
         return 100 * share
 
     def fixed_us(self) -> float:
-        """Of a backward call, where the line through two sizes meets no bytes at all."""
+        """The time of a backward call where the line through two sizes meets no bytes at all."""
         small, large = (self.row(size).amounts[BACKWARD] for size in (SMALL, LARGE))
         first, second = (self.us(size, BACKWARD) for size in (SMALL, LARGE))
         return first - small * (second - first) / (large - small)
@@ -95,7 +95,7 @@ def _where(work: Work) -> Iterator[Item]:
 
 
 def _sum_us() -> float:
-    """Of the kernel that adds up the partial gradients of a norm's weight."""
+    """The time of the kernel that adds up the partial gradients of a norm's weight."""
     table = load.load(REFERENCE / "profiles/v3/pytorch_profiler/kernels.json")
     sums = next(kernel for kernel in table.kernels if kernel.name == "_rms_norm_sum_kernel")
     return sums.total_ns / sums.calls / 1000
@@ -239,7 +239,7 @@ def _guesses(kernels: Kernels, measured: Measured) -> list[Chosen[None]]:
 
 
 def _readings(kernels: Kernels) -> list[Question[None]]:
-    """What is read off the inspection, and off V3's table of blocks."""
+    """Questions on the inspection, and on V3's table of blocks."""
     blocks = importlib.import_module("triton_rms_norm").BACKWARD_BLOCKS["sm"]
     holds = {C: next(b.elements * b.programs for width, b in blocks if width >= C) for C in WIDTHS}
     spilled = _kernel(kernels, "sm_90", ATTENTION, "bf16 medium")["spills"]["bytes"]
