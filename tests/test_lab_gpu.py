@@ -96,7 +96,7 @@ def test_memory_that_ran_out_is_given_back() -> None:
     tried = [studies._runs(model, Variant("fp16"), Setting(network, device, batch, 1), False)
              for batch in (4, 2**18, 4)]  # fmt: skip
     assert tried == [True, False, True]
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before
 
 
 def test_counts_are_those_of_the_cpu() -> None:
