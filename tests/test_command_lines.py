@@ -231,6 +231,16 @@ def start(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> ob
     return None
 
 
+def ended(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    """The end of a program that should not begin its work."""
+    try:
+        return start(program, words, monkeypatch)
+    except Accepted:
+        return "at work"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 class Found(Exception):
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.parser = parser
@@ -323,12 +333,7 @@ def test_what_is_typed_wrong_is_refused_in_a_line(program, apart, monkeypatch, c
     stop_where_work_begins(monkeypatch)
     for line, name, value in cases(program, parser, first_words(program)):
         capsys.readouterr()
-        try:
-            status = start(program, line, monkeypatch)
-        except Accepted:
-            status = "at work"
-        except Exception as error:
-            status = f"{type(error).__name__}: {error}"
+        status = ended(program, line, monkeypatch)
         lines = [
             text
             for text in capsys.readouterr().err.splitlines()
@@ -419,7 +424,8 @@ def test_what_does_not_go_together_is_refused_in_a_line(
     (apart / "cut").mkdir()
     (apart / "cut" / "cut.jsonl").write_text('{"schema_version": 1, "vers')
     before = set(apart.rglob("*"))
-    status, printed = start(program, words.split(), monkeypatch), capsys.readouterr()
+    stop_where_work_begins(monkeypatch)
+    status, printed = ended(program, words.split(), monkeypatch), capsys.readouterr()
     if status == errors.NOT_ON_THIS_MACHINE:
         pytest.skip("something that it needs is missing here")
     assert (status, printed.out) == (errors.WRONG_USAGE, ""), printed.err
