@@ -305,19 +305,6 @@ def test_a_folder_gives_its_runs_and_nothing_else(tmp_path) -> None:
     assert load_folder(tmp_path) == [older, third, newer]
 
 
-def test_a_folder_without_runs_is_an_error(tmp_path) -> None:
-    with pytest.raises(WorkshopError, match=r"absent\.jsonl: can't be read: No such file"):
-        records.load(tmp_path / "absent.jsonl")
-    with pytest.raises(WorkshopError, match="absent: no such folder"):
-        load_folder(tmp_path / "absent")
-    with pytest.raises(WorkshopError, match="no result files"):
-        load_folder(tmp_path)
-    records.add(make_result(), tmp_path)
-    write(tmp_path / "runs", "{")
-    with pytest.raises(WorkshopError, match=r"run\.jsonl: line 2: no valid JSON"):
-        load_folder(tmp_path)
-
-
 def places(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     """The path of every value in a JSON document, but the document's own."""
     if path:
