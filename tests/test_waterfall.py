@@ -287,19 +287,6 @@ def test_a_newer_waterfall_leaves_the_ladders_figures_alone(tmp_path) -> None:
     assert steps.count("| 50.00 |") == 2 and "| 1.60x (1 process)" in steps
 
 
-def test_the_newest_session_counts_even_if_it_was_cut_off() -> None:
-    older = [dataclasses.replace(run, session="20250101") for run in whole("v4", "fp32")]
-    newer = [dataclasses.replace(run, session="20270101") for run in whole("v4", "fp32")]
-    (one,) = waterfall.build(newer + older)
-    assert one.session == "20270101"
-    (one,) = waterfall.build([*newer[:2], dataclasses.replace(newer[2], kind="run")])
-    assert [step.timed for step in one.steps] == [True, True, *[False] * (len(TO_V4) - 2)]
-    assert {step.note for step in one.steps[2:]} == {waterfall.NOT_RUN}
-    # One with rungs that only this waterfall has comes first.
-    (one,) = waterfall.build(newer[:2] + older)
-    assert one.session == "20250101"
-
-
 def plans(*words: str) -> waterfall.Planned:
     arguments = compare_versions.build_parser().parse_args(["--device", "cpu", *words])
     return waterfall.plan(arguments)
