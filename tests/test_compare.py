@@ -520,7 +520,6 @@ def mixed(tmp_path_factory) -> tuple[int, str, str, Path]:
     return status, stdout.getvalue(), stderr.getvalue(), out
 
 
-
 @needs_triton
 def test_a_comparison_trains_shows_and_writes(mixed) -> None:
     from matplotlib.image import imread
