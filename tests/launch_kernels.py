@@ -15,7 +15,7 @@ from triton_linear import rounded
 def main() -> None:
     # With one multiprocessor a program of the norm's backward pass takes several turns, as at real
     # sizes.
-    sys.modules["triton_rms_norm"].multiprocessors = lambda device: 1  # type: ignore[attr-defined]
+    sys.modules["triton_rms_norm"].multiprocessors = lambda device: 1
     for case in CASES.values():
         for dtype in (torch.float32, torch.bfloat16):
             arguments = [x.detach().to(dtype).requires_grad_() for x in case.make()]

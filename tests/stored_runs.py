@@ -1,11 +1,8 @@
 """Result files for tests, made of the checked-in ones."""
 
 import dataclasses
-import itertools
 import json
-import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,6 @@ PARTS = (
     "sweep_batch_size/runs",
 )
 """Some of each kind of result of the H200."""
-_TIMES = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
 
 
 def select(folder: Path) -> Path:
@@ -70,25 +66,6 @@ def write(folder: Path, content: dict[str, Any], name: str = "a", **changes: Any
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(lines(content), encoding="utf-8")
     return path
-
-
-def write_many(folder: Path, count: int) -> None:
-    """`count` runs of two devices, presets and precisions, in ever more sessions of all versions,
-    three processes each."""
-    for number, (content, changes) in zip(range(count), _many(), strict=False):
-        write(folder, content, str(number), **changes)
-
-
-def _many() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    noise = random.Random(0)
-    sizes = itertools.product(("small", "medium"), ("bf16", "fp32"), ("v1", "v2", "v3", "v4"))
-    contents = [reference(version, preset, precision) for preset, precision, version in sizes]
-    for session in itertools.count():
-        for device, content, _ in itertools.product(("one", "two"), contents, range(3)):
-            factor = noise.uniform(0.97, 1.03)
-            times = {name: [factor * ms for ms in content[name]] for name in _TIMES}
-            named = content["device"] | {"name": f"NVIDIA H200 {device}"}
-            yield content, times | {"session": f"2027-{session:04d}", "device": named}
 
 
 def lab_run(variant: str = "fp32", ms: float = 10.0, **changes: Any) -> LabRun:

@@ -1,8 +1,6 @@
 """V3's optimizer against PyTorch's in fp64, and the rounded weights that it keeps."""
 
 import copy
-import math
-import pickle
 import re
 from typing import Any
 
@@ -86,7 +84,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_it_is_adamw(scaled: bool) -> None:
+def test_it_is_adamw(scaled) -> None:
     found, mine = excess(AdamW, scaled)
     assert found <= 1.0
     for state in mine.state.values():
@@ -104,7 +102,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault: str, tmp_path) -> None:
+def test_a_planted_fault_is_seen(fault, tmp_path) -> None:
     faulty = with_fault("triton_adamw", *FAULTS[fault], tmp_path).AdamW
     assert not excess(faulty, scaled=True)[0] <= 1.0
 
@@ -124,7 +122,7 @@ def test_an_overflow_skips_the_step() -> None:
 
 @pytest.mark.parametrize("first", [AdamW, torch.optim.AdamW])
 @pytest.mark.parametrize("then", [AdamW, torch.optim.AdamW])
-def test_a_saved_state_goes_on_where_it_was(first: type, then: type) -> None:
+def test_a_saved_state_goes_on_where_it_was(first, then) -> None:
     """Also PyTorch's in ours, and ours in PyTorch's."""
     runs = []
     for cut in (False, True):
@@ -138,18 +136,6 @@ def test_a_saved_state_goes_on_where_it_was(first: type, then: type) -> None:
             train(optimizer, step=step)
         runs.append(ours)
     assert_same(*runs, rtol=0 if first is then else 1e-6)
-
-
-def test_a_copy_of_the_optimizer_steps() -> None:
-    model = torch.nn.Linear(3, 2).to(DEVICE)
-    optimizer = AdamW(model.parameters(), lr=0.5, weight_decay=0.0)
-    for one in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        its = one.param_groups[0]["params"]
-        for p in its:
-            p.grad = torch.ones_like(p)
-        one.step()
-        for p, before in zip(its, model.parameters(), strict=True):  # the first step's size is lr
-            torch.testing.assert_close(p.detach(), before.detach() - 0.5)
 
 
 def test_each_parameter_counts_its_own_steps() -> None:
@@ -194,7 +180,7 @@ def test_parameters_in_one_buffer_leave_their_neighbours_alone() -> None:
 
 
 @pytest.mark.parametrize("how", ["transposed", "expanded"])
-def test_a_gradients_strides_are_heeded(how: str) -> None:
+def test_a_gradients_strides_are_heeded(how) -> None:
     ours, plain = (torch.zeros(3, 3, device=DEVICE, requires_grad=True) for _ in range(2))
     numbers = torch.arange(9.0, device=DEVICE).view(3, 3)
     for p in (ours, plain):
@@ -204,14 +190,11 @@ def test_a_gradients_strides_are_heeded(how: str) -> None:
     torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-8)
 
 
-# --- the rounded weights ------------------------------------------------------------------------
-
-
 HALF = torch.bfloat16, torch.float16
 
 
 @pytest.mark.parametrize("dtypes", [(HALF[0], HALF[0]), (HALF[1], HALF[1]), HALF], ids=str)
-def test_the_copies_are_the_weights_rounded(dtypes: tuple[torch.dtype, ...]) -> None:
+def test_the_copies_are_the_weights_rounded(dtypes) -> None:
     ours = parameters()
     optimizer = AdamW(ours)
     copies = [triton_linear.rounded(p, dtype) for p, dtype in zip(ours[1::2], dtypes, strict=True)]
@@ -259,22 +242,9 @@ def test_a_backward_pass_after_the_step_is_refused() -> None:
         second.backward()
 
 
-def test_a_model_that_was_tried_in_inference_mode_trains() -> None:
-    weight = parameters()[1]
-    optimizer = AdamW([weight])
-    x = torch.ones(2, weight.shape[1], device=DEVICE)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        with torch.inference_mode():
-            triton_linear.linear(x, weight)
-        triton_linear.linear(x, weight).sum().backward()
-    before = weight.detach().clone()
-    optimizer.step()
-    assert (weight < before).all()  # every number's gradient is 2
-
-
 # PyTorch's fused form changes weights without counting their versions.
 @pytest.mark.parametrize("options", [{}, {"fused": True}])
-def test_the_model_trains_on_fresh_copies(options: dict[str, bool], monkeypatch) -> None:
+def test_the_model_trains_on_fresh_copies(options, monkeypatch) -> None:
     """Loaded weights, then trained ones: the products see each at once."""
     if INTERPRETED:
         monkeypatch.setattr(triton_adamw, "CHUNK", 2**13)
@@ -300,19 +270,8 @@ def test_the_model_trains_on_fresh_copies(options: dict[str, bool], monkeypatch)
         torch.testing.assert_close(losses[0], losses[1], rtol=2e-3, atol=0)
 
 
-REFUSED = ({"lr": math.nan}, {"eps": -1e-8}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1})
-
-
-@pytest.mark.parametrize("settings", REFUSED, ids=str)
-def test_settings_that_pytorch_refuses_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="Invalid"):
-        AdamW(parameters(), **settings)
-    with pytest.raises(ValueError, match="Invalid"):  # in a group alone
-        AdamW([{"params": parameters(), **settings}])
-
-
 @pytest.mark.parametrize("how", ["given", "loaded", "set"])
-def test_an_option_that_the_kernels_do_not_have_is_refused(how: str) -> None:
+def test_an_option_that_the_kernels_do_not_have_is_refused(how) -> None:
     for option in ("maximize", "amsgrad", "differentiable"):
         ours = parameters()
         give_gradients(ours, step=0)
@@ -335,7 +294,7 @@ def test_an_option_that_the_kernels_do_not_have_is_refused(how: str) -> None:
         (lambda: [torch.zeros(4, 4, device=DEVICE)[:, :2].requires_grad_()], ValueError, "(4, 2)"),
     ],
 )
-def test_what_it_can_not_update_is_refused(make, error, message: str) -> None:
+def test_what_it_can_not_update_is_refused(make, error, message) -> None:
     some = [*parameters()[:1], *make()]
     for p in some:
         p.grad = torch.zeros_like(p)

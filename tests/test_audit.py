@@ -90,16 +90,13 @@ def reference(precision: str, seed: int = 0, *, exact: bool = True) -> Reference
     "precision", ["fp32", *(pytest.param(p, marks=pytest.mark.slow) for p in PRECISIONS[1:])]
 )
 @pytest.mark.parametrize("key", ["v1", "v2", "v4"])
-def test_true_versions_pass_with_room(key: str, precision: str, exact: bool) -> None:
+def test_true_versions_pass_with_room(key, precision, exact) -> None:
     for seed in range(3):
         of = setting(precision, seed)
         found = audit.judge(course(key, of), reference(precision, seed, exact=exact), of)
         closest = found.closest()
         assert found.status == "pass", found.failures
         assert closest is not None and closest[1] < 0.8 * closest[2], closest
-
-
-# --- planted faults ---------------------------------------------------------------------------
 
 
 def skips(lost: Callable[[int], bool]) -> Fault:
@@ -112,7 +109,7 @@ def skips(lost: Callable[[int], bool]) -> Fault:
             if not lost(next(numbers)):
                 plain()
 
-        optimizer.step = step  # type: ignore[method-assign, assignment]
+        optimizer.step = step
 
     return plant
 
@@ -166,7 +163,7 @@ def lose_repeats(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
     embedding = model.embed_tokens
     assert isinstance(embedding, nn.Embedding)
-    embedding.forward = types.MethodType(forward, embedding)  # type: ignore[method-assign]
+    embedding.forward = types.MethodType(forward, embedding)
 
 
 def halved_gradient(name: str, rows: int) -> Fault:
@@ -193,12 +190,12 @@ class Tf32(torch.autograd.Function):
     """x weight', from what tf32 keeps of the numbers: 10 bits."""
 
     @staticmethod
-    def forward(ctx, x, weight):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
         return cut(x) @ cut(weight).t()
 
     @staticmethod
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+    def backward(ctx, dy):
         x, weight = map(cut, ctx.saved_tensors)
         return cut(dy) @ weight, cut(dy).flatten(0, -2).t() @ x.flatten(0, -2)
 
@@ -211,7 +208,7 @@ def cut(x: torch.Tensor) -> torch.Tensor:
 def products_in_tf32(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            layer.forward = lambda x, of=layer: Tf32.apply(x, of.weight)  # type: ignore
+            layer.forward = lambda x, of=layer: Tf32.apply(x, of.weight)
 
 
 FAULTS: dict[str, Fault] = {
@@ -257,7 +254,7 @@ HIDDEN_IN_FP8 = (
         and (precision == "fp32" or fault not in IN_FP32_ALONE)
     ],
 )
-def test_a_planted_fault_is_red(fault: str, precision: str) -> None:
+def test_a_planted_fault_is_red(fault, precision) -> None:
     of = setting(precision)
     found = audit.judge(course("v2", of, FAULTS[fault]), reference(precision), of)
     assert found.status == "fail" and found.failures, found.measures
@@ -279,7 +276,7 @@ def test_a_run_of_v1_that_lost_a_step_is_red_itself() -> None:
     [skips(lambda step: step == STEPS), FAULTS["products in tf32 from step 9"]],
     ids=["before the last step", "trained with products in tf32"],
 )
-def test_weights_that_were_not_ready_are_red(fault: Fault) -> None:
+def test_weights_that_were_not_ready_are_red(fault) -> None:
     """The fingerprint was of other weights. In a later repeat, which allows more than the first."""
     of, against = setting("fp32"), reference("fp32", exact=False)
     true, early = course("v2", of), course("v2", of, fault)
@@ -299,7 +296,7 @@ def test_a_sketch_tells_how_far_two_tensors_are_apart() -> None:
 def test_a_scale_that_overflows_is_halved_before_the_first_step() -> None:
     """Without a GPU a factor of the loss plays fp16's overflow."""
     model = nn.Linear(4, 1, bias=False)
-    model.forward = lambda tokens, targets: (model.weight * 2.0**-10).sum()  # type: ignore[method-assign]
+    model.forward = lambda tokens, targets: (model.weight * 2.0**-10).sum()
     model.weight.register_hook(lambda gradient: gradient.where(gradient < 9, torch.inf))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     bf16 = get_precision("bf16", CPU)

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from stored_runs import call_run
-from test_compare import NO_TRITON
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
@@ -128,9 +127,6 @@ def pretended_gpu(monkeypatch) -> Mock:
     return gpu
 
 
-# --- as a user types it ----------------------------------------------------------------------
-
-
 # On a GPU machine Triton is the one of PyTorch's release, whose interpreter may not run there.
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU: compiles the kernels")
 
@@ -158,50 +154,6 @@ def test_without_a_gpu_all_kernels_are_checked_and_none_is_timed(type_command, t
     assert all(row.note for row in skipped)
 
 
-def test_without_triton_nothing_runs(type_command, tmp_path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(NO_TRITON)
-    finished = type_command(*COMMAND, "--output-dir", tmp_path / "out", PYTHONPATH=str(tmp_path))
-    assert (finished.returncode, finished.stdout) == (77, "")
-    (line,) = finished.stderr.splitlines()
-    assert line.startswith("error: version v3 needs Triton, which is not installed")
-    assert not (tmp_path / "out").exists()
-
-
-WRONG = {
-    "--op softmax": "argument --op: invalid choice: 'softmax'",
-    "--rounds 0": "--rounds: '0': give a whole number from 1 to",
-    "--drawn 0": "--drawn: '0': give a whole number from 1 to",
-    "--precision tf32": "argument --precision: invalid choice: 'tf32'",
-    "--precision fp16": "precision fp16: the CPU does not have it; choose from fp32, bf16",
-    "--device tpu": "unknown device 'tpu'",
-    "--device cuda:97": "device cuda:97",
-    "--output-dir FILE": "FILE can't be written (File exists): choose another --output-dir",
-}
-
-
-@pytest.mark.parametrize("words", WRONG)
-def test_wrong_input_is_one_line(words: str, tmp_path, capsys) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    typed = [str(file) if word == "FILE" else word for word in words.split()]
-    if "--output-dir" not in typed:
-        typed += ["--output-dir", str(tmp_path / "out")]
-    try:
-        status = tool.main(typed)
-    except SystemExit as end:  # argparse's own
-        status = int(str(end.code))
-    *_, line = capsys.readouterr().err.replace(str(file), "FILE").splitlines()
-    assert status == 2 and "error: " in line and WRONG[words] in line
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_compiled_kernels_can_not_run_on_the_cpu(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.delenv("TRITON_INTERPRET")
-    assert tool.main(["--device", "cpu"]) == 2
-    assert "--device cpu: the kernels of version v3 are compiled" in capsys.readouterr().err
-
-
 def test_what_was_completed_is_saved_and_a_wrong_one_is_a_no(tmp_path, monkeypatch, capsys) -> None:
     complete = a_run(subject="rms_norm, size", variant=OURS, step_ms=[1.0])
     answers = [[complete], KeyboardInterrupt, KeyboardInterrupt]
@@ -217,9 +169,6 @@ def test_what_was_completed_is_saved_and_a_wrong_one_is_a_no(tmp_path, monkeypat
     monkeypatch.setattr(measure.Judge, "measure", lambda *_: [wrong])
     assert tool.main([*words, str(tmp_path / "c")]) == 1
     assert f"{OURS} FAIL: y is off" in capsys.readouterr().out
-
-
-# --- planted faults --------------------------------------------------------------------------
 
 
 def scaled_gradient(x: Tensor, factor: float) -> Tensor:
@@ -280,7 +229,7 @@ FAULTS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_kernel_turns_its_row_red_and_is_not_timed(
-    fault: str, v3, monkeypatch, pretended_gpu
+    fault, v3, monkeypatch, pretended_gpu
 ) -> None:
     op, plant, note = FAULTS[fault]
     case = small_case(op)
@@ -335,9 +284,6 @@ def test_a_process_that_ends_is_the_fault_of_who_was_asked(monkeypatch) -> None:
     assert all("crashed with SIGABRT" in row.note for row in found)
 
 
-# --- tricks ----------------------------------------------------------------------------------
-
-
 def by_address(plain: Any) -> Any:
     kept: dict[int, Tensor] = {}
     return lambda gate, up: kept.setdefault(gate.data_ptr(), plain(gate, up))
@@ -381,7 +327,7 @@ TRICKS: dict[str, tuple[Callable[[Any], Any], float, str]] = {
 
 
 @pytest.mark.parametrize("trick", TRICKS)
-def test_a_trick_in_the_timed_run_is_found(trick: str, v3, monkeypatch, pretended_gpu) -> None:
+def test_a_trick_in_the_timed_run_is_found(trick, v3, monkeypatch, pretended_gpu) -> None:
     plant, factor, note = TRICKS[trick]
     monkeypatch.setattr(measure, "TURN_MS", 20.0 if plant is slow else 1e4)
     timed_ms = contenders.Program.timed_ms
@@ -401,7 +347,7 @@ def test_a_trick_in_the_timed_run_is_found(trick: str, v3, monkeypatch, pretende
 
 
 @pytest.mark.parametrize(("late", "red"), [(1, False), (2, True)])
-def test_a_machine_may_be_busy_in_fewer_than_half_of_the_turns(late: int, red: bool) -> None:
+def test_a_machine_may_be_busy_in_fewer_than_half_of_the_turns(late, red) -> None:
     judge = measure.Judge(make_setting(), 3, a_run())
     turns = measure.Turns(a_run(), 4, 0)
     for number in range(4):
@@ -415,7 +361,7 @@ def test_a_machine_may_be_busy_in_fewer_than_half_of_the_turns(late: int, red: b
 
 
 @pytest.mark.parametrize("op", cases.OPS)
-def test_the_truth_does_not_depend_on_the_parts_it_is_computed_in(op: str, v3) -> None:
+def test_the_truth_does_not_depend_on_the_parts_it_is_computed_in(op, v3) -> None:
     case, setting = small_case(op), make_setting()
     data = calls.draw_data(case, setting, 1)
     whole = measure.in_parts(dataclasses.replace(case, parts=1), data, torch.float64)
@@ -438,9 +384,6 @@ def test_arguments_are_random_and_laid_out_as_the_model_has_them(v3) -> None:
     copy.fill(data, 1)
     assert not any(torch.equal(*pair) for pair in zip(copy.tensors, data.tensors, strict=True))
     assert copy.arguments[0].flatten()[1] == data.arguments[0].flatten()[0]
-
-
-# --- work ------------------------------------------------------------------------------------
 
 
 HEADS = (16, 512, 16, 8, 64)
@@ -480,9 +423,6 @@ def test_drawn_sizes_are_the_same_for_a_seed_and_others_for_another(v3) -> None:
     assert max(case.amounts(2)[FORWARD] for case in found[0] if case.unit == GBS) < 4e9
 
 
-# --- the clock, as far as a CPU has one ------------------------------------------------------
-
-
 def test_contenders_take_turns_and_the_first_turn_is_not_counted(monkeypatch) -> None:
     order: list[str] = []
     judge = measure.Judge(make_setting(), 4, a_run())
@@ -498,7 +438,7 @@ def test_contenders_take_turns_and_the_first_turn_is_not_counted(monkeypatch) ->
 
 
 @pytest.mark.parametrize("op", cases.OPS)
-def test_all_phases_of_all_right_contenders_are_timed(op: str, v3, pretended_gpu) -> None:
+def test_all_phases_of_all_right_contenders_are_timed(op, v3, pretended_gpu) -> None:
     case = small_case(op)
     right = [row for row in judged(case, rounds=ROUNDS).values() if row.verdict == "pass"]
     assert len(right) >= 2 and not any(row.note for row in right)
@@ -536,115 +476,14 @@ def test_a_contender_that_waits_for_the_device_is_timed_launch_by_launch(v3, pre
     assert pretended_gpu.set_sync_debug_mode.call_args.args == ("default",)
 
 
-def test_each_call_of_a_sample_has_arguments_and_no_cache_holds_all(pretended_gpu) -> None:
-    def calls_of(arguments: int, kept_mb: float, call_ms: float) -> int:
-        return contenders._how_many(arguments, kept_mb, call_ms, 10_000, CPU)
-
-    assert calls_of(11_232, 0.0, 1.0) == 4  # of 11,232 bytes each, against 4 x 10,000
-    assert calls_of(11_232, 0.0, 0.1) == 20  # 2 ms
-    assert calls_of(11_232, 0.0, 0.001) == 64
-    assert calls_of(11_232, 40.0, 0.001) == 1  # 8% of the memory are 80 MB
-
-
-# --- tables and files ------------------------------------------------------------------------
-
-
-def canned_row(
-    op: str, size: tuple[int, ...], contender: str, rates: tuple[float, ...], **changes: Any
-) -> Row:
-    """A row whose samples lie around some rates, in the unit of the operation."""
-    case = cases.OPS[op].make(*size)
-    run = measure.Judge(make_setting("bf16"), 0, a_run(**changes))._record(case, contender)
-    for (phase, amount), rate in zip(case.amounts(2).items(), rates, strict=False):
-        middle = amount / rate / cases.UNITS[case.unit] * 1e3
-        run.phase_ms[phase] = [middle * factor for factor in (0.98, 0.99, 1.0, 1.01, 1.02)]
-    run.step_ms = list(map(sum, zip(*run.phase_ms.values(), strict=True)))
-    if rates:
-        run.gate = Parity("pass", measures={"y": {"error": 2.1e-3, "allowed": 1.2e-2}})
-    return Row(run)
-
-
-@pytest.fixture
-def canned() -> list[Row]:
-    """Rates of the published anchors, where there are some."""
-    norm, long = (16384, 4096), (1, 16384, 16, 8, 64)
-    off = Parity("fail", ["out is off by 3e-1"])
-    head = ("linear_cross_entropy", (8192, 1024, 32000))
-    waits = "forward + backward timed launch by launch: it waits for the device"
-    ours = canned_row("rms_norm", (8192, 1024), OURS, (2900.0, 1500.0))
-    ours.run.phase_ms[HOST] = [0.4, 0.38, 0.379]
-    fast = canned_row("rms_norm", norm, "F.rms_norm", (5191.0, 1804.0))
-    fast.run.plausibility = ["forward: 5,191 GB/s, more than the chip's 4,800"]
-    return [
-        ours,
-        canned_row("rms_norm", (8192, 1024), "Liger", (495.0, 312.0)),
-        fast,
-        canned_row("rms_norm", norm, "Liger", (), status="skipped", error="not installed"),
-        canned_row("flash_attention", long, OURS, (), gate=off, status="gate failed"),
-        canned_row("flash_attention", long, "SDPA cuDNN", (434.0, 428.0)),
-        canned_row(*head, OURS, (450.0,), memory_mb={"peak": 550.0}),
-        canned_row(*head, "Liger", (210.0,), memory_mb={"peak": 410.0}, metrics={"note": waits}),
-    ]
-
-
-def test_a_rate_is_the_work_over_the_median(canned) -> None:
-    row = canned[0]
+def test_a_rate_is_the_work_over_the_median() -> None:
+    case = cases.OPS["rms_norm"].make(8192, 1024)
+    row = Row(measure.Judge(make_setting("bf16"), 0, a_run())._record(case, OURS))
     row.run.phase_ms = {FORWARD: [0.02, 0.01, 0.5]}
     assert row.median_ms(FORWARD) == 0.02
     assert row.rate(FORWARD) == pytest.approx(33554432 / 0.02e-3 / 1e9)
     assert row.share(FORWARD) == pytest.approx(33554432 / 0.02e-3 / 1e9 / 4242)
     assert (row.rate(BACKWARD), row.share(BACKWARD), row.step_ms) == (None, None, None)
-
-
-def cells(row: Row) -> Sequence[str]:
-    (line,) = rows.table([row]).lines
-    return line.cells
-
-
-def test_the_table_has_rates_shares_errors_and_status(canned, capsys) -> None:
-    assert rows.table(canned[:4]).header == [
-        *("size", "contender", "forward, GB/s", "backward, GB/s", "of ceiling"),
-        *("device / host, µs", "error (allowed)", "status"),
-    ]
-    assert cells(canned[0]) == [
-        *("8192 x 1024", OURS, "2,900 ±1.0%", "1,500 ±1.0%", "68% / 35%", "45 / 380"),
-        *("2.1e-03 (1.2e-02)", "pass"),
-    ]
-    assert cells(canned[1])[5] == "229 / -"  # of a result without the host's times
-    assert cells(canned[3])[2:] == ["-", "-", "-", "-", "-", "skipped"]
-    assert cells(canned[4])[2:] == ["-", "-", "-", "-", "-", "FAIL"]
-    assert rows.table(canned[6:]).header[2:5] == ["TFLOP/s", "peak MB", "of ceiling"]
-    assert cells(canned[6])[2:6] == ["450 ±1.0%", "550", "56%", "3,579 / -"]
-    checked = Row(dataclasses.replace(canned[0].run, ceiling_gbs=None))
-    assert rows.table([checked]).header == ["size", "contender", "error (allowed)", "status"]
-    assert cells(checked)[2:] == ["2.1e-03 (1.2e-02)", "pass"]
-
-    slower = canned_row("rms_norm", (5, 1024), OURS, (100.0, 100.0))
-    fast = canned_row("rms_norm", (5, 1024), "Liger", (200.0, 200.0))
-    rows.show([*canned, slower, fast])
-    printed = capsys.readouterr().out
-    for line in (
-        "rms_norm, bf16, NVIDIA H200",
-        "Liger at 16384 x 4096 skipped: not installed",
-        f"{OURS} FAIL: out is off by 3e-1",
-        "Liger: forward + backward timed launch by launch: it waits for the device",
-        "IMPLAUSIBLE: F.rms_norm at 16384 x 4096, forward: 5,191 GB/s, more than the chip's 4,800",
-        "ceilings of this run: copy 4,242 GB/s, bf16 product 809 TFLOP/s",
-        f"{OURS} is the fastest at 2 of 3 sizes, not at",
-        "rms_norm at 5 x 1024: 0.0005 ms, Liger 0.0003 ms (0.50x)",
-    ):
-        assert line in printed
-    assert all(len(line) <= 130 for line in printed.splitlines() if "│" in line)
-
-
-def test_the_newest_session_of_a_folder_is_read(canned, tmp_path) -> None:
-    older = dataclasses.replace(canned[0].run, session="20260101-000000-abcdef")
-    for run in (older, *(row.run for row in canned)):
-        records.add(run, tmp_path)
-    assert rows.load(tmp_path) == canned
-
-
-# --- on a GPU --------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -24,19 +24,15 @@ import torch
 from analysis_tools import compare_versions
 from labs.cifar10_roofline import loop as cifar_loop
 from labs.cifar10_roofline import networks as cifar_networks
-from labs.data_pipeline import make_dataset
 from labs.inference_benchmark import measure
 from labs.inference_benchmark.modes import Variant
 from workshop import errors, records, results
-from workshop import parity as gate_command
 from workshop.arguments import count
 from workshop.compare import regression
 from workshop.exercises import copies
 from workshop.gate import canonical, parity
-from workshop.report import content as report_content
 from workshop.results import RunResult
 from workshop.roofline import figures
-from workshop.roofline import inputs as roofline_inputs
 from workshop.run import trainer
 from workshop.versions import PEERS, VERSIONS
 
@@ -73,6 +69,10 @@ LIKE_V1 = {
     if version.key != "v1"
 }
 """They have V1's command line."""
+each_program = pytest.mark.parametrize(
+    "program",
+    [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_V1 else name for name in PROGRAMS],
+)
 PROFILE = str(ROOT / "tests/fixtures/profilers/proton/h200_proton.hatchet")
 TRACE = str(ROOT / "tests/fixtures/profilers/kineto/h200_small_2layer_trace.json.gz")
 NUMBERS = ("0", "-1", "nan", "inf", "1e23", "1" + 23 * "0", "1e400", "text")
@@ -83,6 +83,7 @@ BENCHMARK = "labs/inference_benchmark/micro_benchmarking_pytorch.py"
 GENERATION = "labs/text_generation/lm_gen.py"
 ROOFLINE_LAB = "labs/cifar10_roofline/roofline/"
 PLOT = f"{ROOFLINE_LAB}plot_roofline.py"
+CPU_PROFILE = str(ROOT / "results/reference/cpu_amd_epyc/profiles/v4/pytorch_profiler")
 NCU_CSV = str(ROOT / "tests/fixtures/profilers/ncu/ncu_raw_h200.csv")
 GOOD = {
     "--learning-rate": HUGE,
@@ -177,7 +178,7 @@ class Accepted(BaseException):
 
 
 @pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def apart(monkeypatch, tmp_path) -> Iterator[Path]:
     """A folder with results and a baseline, where programs run in this process leave no trace."""
     monkeypatch.setattr(errors, "begin", lambda: None)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -228,6 +229,16 @@ def start(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> ob
         except SystemExit as ended:
             return ended.code
     return None
+
+
+def ended(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    """The end of a program that should not begin its work."""
+    try:
+        return start(program, words, monkeypatch)
+    except Accepted:
+        return "at work"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 class Found(Exception):
@@ -316,23 +327,13 @@ def wrong(program: str, action: argparse.Action) -> Iterator[list[str]]:
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # of runpy's
-@pytest.mark.parametrize(
-    "program",
-    [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_V1 else name for name in PROGRAMS],
-)
-def test_what_is_typed_wrong_is_refused_in_a_line(
-    program: str, apart: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+@each_program
+def test_what_is_typed_wrong_is_refused_in_a_line(program, apart, monkeypatch, capsys) -> None:
     parser, problems = parser_of(program, monkeypatch), []
     stop_where_work_begins(monkeypatch)
     for line, name, value in cases(program, parser, first_words(program)):
         capsys.readouterr()
-        try:
-            status = start(program, line, monkeypatch)
-        except Accepted:
-            status = "at work"
-        except Exception as error:
-            status = f"{type(error).__name__}: {error}"
+        status = ended(program, line, monkeypatch)
         lines = [
             text
             for text in capsys.readouterr().err.splitlines()
@@ -365,33 +366,81 @@ def complaint(status: object, lines: list[str], name: str, value: str) -> str | 
     return None
 
 
-@pytest.mark.parametrize(
-    ("flags", "status", "message"),
-    [
-        (["--seq-len", "1"], errors.WRONG_USAGE, "seq_len 1: it must lie between 2 and"),
-        (["--seq-len", "5000"], errors.WRONG_USAGE, "seq_len 5000"),
-        (["--batch-size", "10000000"], errors.ANSWER_IS_NO, "out of memory on"),
-    ],
+COMPARE, SWEEP = "analysis_tools/compare_versions.py", "--device cpu --sweep"
+ROOFLINE, REGRESSION = "analysis_tools/roofline_analysis.py", "analysis_tools/regression_tester.py"
+DASHBOARD, MACHINE = (
+    "analysis_tools/performance_dashboard.py",
+    "workshop/classroom/check_machine.py",
 )
-def test_the_gate_refuses_shapes_that_no_step_has(flags, status, message, capsys) -> None:
-    assert (
-        gate_command.main(["--version", "v1", "--config", "tiny", "--device", "cpu", *flags])
-        == status
-    )
-    stderr = capsys.readouterr().err
-    assert message in stderr
-    assert stderr.count("\n") == 1
+STAGES = "version3_triton/exercises/performance_debugging/run_all_stages.py"
+KERNELS, INSPECT = "workshop/kernels/benchmark.py", "workshop/kernels/inspect.py"
+TOGETHER = [
+    (COMPARE, "--device cpu --precision fp32 fp16", "precision fp16: the CPU does not have it"),
+    (COMPARE, "--from-results absent", "results absent: no such folder"),
+    (COMPARE, "--from-results empty", "no result files"),
+    (COMPARE, "--from-results runs --config large", "no runs of the --vers"),
+    (COMPARE, "--from-results cut", "cut.jsonl: line 1: no valid JSON"),
+    (COMPARE, "--waterfall --sweep seq-len 1", "not allowed with argument"),
+    (COMPARE, "--waterfall v2", "--waterfall v2: choose from v4, v3"),
+    (COMPARE, "--waterfall --versions v3", "--versions: name a waterfall's end"),
+    (COMPARE, "--waterfall v4 v9 --from-results runs", "--waterfall v9: choose from v4, v3"),
+    (COMPARE, "--waterfall --from-results runs", "no waterfall: V1 at fp32"),
+    (COMPARE, f"{SWEEP} seq-len 8 16 --jobs 2", "--jobs: no more than 1"),
+    (COMPARE, f"{SWEEP} width 1 2", "--sweep width: choose from"),
+    (COMPARE, f"{SWEEP} seq-len 128 ... 100", "second size must be"),
+    (COMPARE, f"{SWEEP} seq-len 8 ...", "... goes between two sizes"),
+    (COMPARE, f"{SWEEP} seq-len 128", "--sweep seq-len: give two sizes or more"),
+    (COMPARE, f"{SWEEP} hidden-dim 64 100", "must be a multiple of 64"),
+    (COMPARE, "--sweep seq-len --from-results runs", "no sweep over seq-len"),
+    (ROOFLINE, "", "nothing to show: give a PATH"),
+    (ROOFLINE, "--ai 1", "--ai is given 1 times, --gflops 0: a point needs both"),
+    (ROOFLINE, "--ai 1 --gflops 1 --label a --label b", "given 2 times"),
+    (ROOFLINE, "--ai 1 --gflops 1 --chip Abacus", "--chip Abacus: not listed; known"),
+    (ROOFLINE, "runs --ai 1 --gflops 1", "give the one or the other"),
+    (ROOFLINE, TRACE, "bytes and operations of each kernel need counters"),
+    (ROOFLINE, "runs --config huge", "no run is huge"),
+    (ROOFLINE, f"{NCU_CSV} {CPU_PROFILE}", "a roofline is of one device"),
+    (REGRESSION, "check --baseline baseline.json --from-results runs --junit .", ". is a folder"),
+    (REGRESSION, "baseline save --baseline b.json --repeats 1", "--repeats 1: the scatter between"),
+    (DASHBOARD, "--port 65536", "between 0 and 65535"),
+    (DASHBOARD, "--export page.pdf", "name it FILE.html"),
+    (MACHINE, "--collect empty", "no machine's file in it"),
+    (MACHINE, "--machine ../x", "--machine "),
+    (STAGES, "7", "7"),
+    (STAGES, "--show --output-dir empty", "empty"),
+    (KERNELS, "--device cpu --precision fp16", "precision fp16: the CPU does not have it"),
+    (KERNELS, "--device cuda:97", "device cuda:97"),
+    (INSPECT, "--target gfx942 gfx1100", "unknown target 'gfx1100': choose from gfx90a, gfx942, "),
+]
+"""Programs, words that are right in themselves, and what the answer must say."""
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+@pytest.mark.parametrize(("program", "words", "message"), TOGETHER)
+def test_what_does_not_go_together_is_refused_in_a_line(
+    program, words, message, apart, monkeypatch, capsys
+) -> None:
+    (apart / "empty").mkdir()
+    (apart / "cut").mkdir()
+    (apart / "cut" / "cut.jsonl").write_text('{"schema_version": 1, "vers')
+    before = set(apart.rglob("*"))
+    stop_where_work_begins(monkeypatch)
+    status, printed = ended(program, words.split(), monkeypatch), capsys.readouterr()
+    if status == errors.NOT_ON_THIS_MACHINE:
+        pytest.skip("something that it needs is missing here")
+    assert (status, printed.out) == (errors.WRONG_USAGE, ""), printed.err
+    *usage, line = printed.err.splitlines()
+    assert "error: " in line and message in line
+    assert not usage or usage[0].startswith("usage: ")
+    assert set(apart.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
     "shape", [{"seq_len": 0}, {"seq_len": 1}, {"batch_size": 0}, {"seed": 10**23}], ids=str
 )
-def test_the_gate_refuses_them_in_python_too(shape: dict[str, int], odd_config) -> None:
+def test_the_gate_refuses_shapes_that_no_step_has(shape, odd_config) -> None:
     with pytest.raises(errors.WorkshopError, match=f"{next(iter(shape))} "):
         parity.check(canonical.build_baseline, odd_config, **shape)
-
-
-# --- what a flag changes -------------------------------------------------------------------------
 
 
 class Reached(BaseException):
@@ -404,7 +453,6 @@ class Reached(BaseException):
 SMALL_V1 = "--device cpu --hidden-dim 64 --num-heads 4 --num-kv-heads 2 --vocab-size 256"
 SHORT_V1 = "--num-layers 1 --batch-size 1 --seq-len 8"
 DIGITS = "--dataset digits --device cpu --epochs 1 --batch-size 64 --out-dir weights"
-GROUP = "--network resnet18 --distributed_dataparallel --world-size 2"
 OUT = "--output-dir out"
 REACHES = [
     (
@@ -425,22 +473,10 @@ REACHES = [
         ),
     ),
     (
-        BENCHMARK,
-        f"{GROUP} --dist-backend nccl {OUT}",
-        (torch.distributed, "init_process_group"),
-        lambda backend, **_: backend == "nccl",
-    ),
-    (
         "labs/cifar10_roofline/train.py",
         f"{DIGITS} --warmup 3 --label-smoothing 0.25 {OUT}",
         (cifar_loop, "Problem"),
         lambda schedule, smoothing, *_: (schedule.warmup, smoothing) == (3, 0.25),
-    ),
-    (
-        "labs/data_pipeline/measure_pipeline.py",
-        f"--steps resnet50 --resnet-images 8 {OUT}",
-        (make_dataset, "make"),
-        lambda asked: asked.images == 8,
     ),
     (
         "labs/text_generation/train_and_export.py",
@@ -450,39 +486,15 @@ REACHES = [
     ),
     (
         "analysis_tools/regression_tester.py",
-        "baseline save --baseline a.json --precision bf16 --warmup-steps 3 --seed 5",
+        "baseline save --baseline a.json --precision bf16 --warmup-steps 3 --seed 5 --jobs 2",
         (compare_versions, "make_plans"),
-        lambda asked: (asked.precision, asked.warmup_steps, asked.seed) == (["bf16"], 3, 5),
-    ),
-    (
-        "analysis_tools/regression_tester.py",
-        "baseline save --baseline a.json --jobs 2 --data synthetic",
-        (compare_versions, "make_plans"),
-        lambda asked: (asked.jobs, asked.data) == (2, "synthetic"),
-    ),
-    (
-        "analysis_tools/report_generator.py",
-        f"--results runs --top 3 {OUT}",
-        (report_content, "build"),
-        lambda _, top, **__: top == 3,
+        lambda a: (a.precision, a.warmup_steps, a.seed, a.jobs) == (["bf16"], 3, 5, 2),
     ),
     (
         "analysis_tools/roofline_analysis.py",
         f"runs --top 3 {OUT}",
         (figures, "page"),
         lambda _, limit: limit == 3,
-    ),
-    (
-        PLOT,
-        "--ai 1 --gflops 1 --top 3 --out a.png",
-        (figures, "draw"),
-        lambda *_, labels: labels == 3,
-    ),
-    (
-        PLOT,
-        "--ai 1 --gflops 1 --precision bf16 --out a.png",
-        (roofline_inputs, "from_numbers"),
-        lambda *given: given[-1] == "bf16",
     ),
     (
         "version3_triton/exercises/performance_debugging/run_all_stages.py",
@@ -503,14 +515,7 @@ REACHES = [
 @pytest.mark.parametrize(
     ("program", "flags", "called", "right"), REACHES, ids=[f"{p} {w}" for p, w, *_ in REACHES]
 )
-def test_a_flag_reaches_what_it_is_for(
-    program: str,
-    flags: str,
-    called: tuple[object, str],
-    right: Callable[..., bool],
-    apart: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_flag_reaches_what_it_is_for(program, flags, called, right, apart, monkeypatch) -> None:
     def reach(*given: Any, **named: Any) -> None:
         raise Reached([given, named])
 
@@ -523,26 +528,11 @@ def test_a_flag_reaches_what_it_is_for(
 
 
 @pytest.mark.parametrize("program", ["labs/scale_out/train.py", GENERATION])
-def test_the_flag_of_deepspeed_s_launcher_is_taken(
-    program: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_flag_of_deepspeed_s_launcher_is_taken(program, monkeypatch) -> None:
     needs = [word for words in NEEDS.get(program, {}).values() for word in words]
     parser = parser_of(program, monkeypatch)
     assert parser.parse_known_args([*needs, "--local_rank=1"])[1] == []
 
-
-def test_the_gate_prints_every_measure_if_asked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = parity.ParityReport("fp32", "cpu", 0, 3, 65, "fp64")
-    report.measures["loss"] = parity.Measure(1e-9, 1e-6, 1e-7)
-    monkeypatch.setattr(gate_command, "_check_version", lambda arguments: report)
-    for flags, printed in ((), False), (("--verbose",), True):
-        gate_command.main(["--version", "v1", *flags])
-        assert ("allowed 1.00e-06" in capsys.readouterr().out) == printed
-
-
-# --- Ctrl-C and `| head -1` ----------------------------------------------------------------------
 
 INTERRUPT = """
 import signal, subprocess, sys
@@ -567,8 +557,8 @@ subprocess.Popen.__init__ = interrupt
 process."""
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_ctrl_c_is_quiet_from_the_first_import_on(program: str, tmp_path: Path) -> None:
+@each_program
+def test_ctrl_c_is_quiet_from_the_first_import_on(program, tmp_path) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
     ended = subprocess.run(
         command(program),
@@ -590,10 +580,8 @@ def command(program: str, *words: str) -> list[str]:
     return [sys.executable, "-m", name, *words]
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_help_that_is_not_read_is_no_error(
-    program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@each_program
+def test_help_that_is_not_read_is_no_error(program, monkeypatch, tmp_path) -> None:
     """In a process that has imported PyTorch already, which takes each program seconds."""
     stderr = tmp_path / "stderr"
     child = os.fork()
@@ -626,23 +614,3 @@ def _end_unread(program: str, stderr: Path, monkeypatch: pytest.MonkeyPatch) -> 
             traceback.print_exc()
         sys.stderr.flush()
         os._exit(status if isinstance(status, int) else 1)
-
-
-@pytest.mark.parametrize(
-    "typed",
-    [
-        command("workshop/classroom/check_machine.py", "--help"),
-        command("workshop/gate/plausibility.py", "tests/fixtures/published_tables.json"),
-        command("setup/validation_scripts/test_rocm_installation.py"),
-        [str(ROOT / "version1_pytorch_baseline/run_ncu.sh"), "--help"],
-    ],
-    ids=lambda typed: Path(typed[-2]).name,
-)
-def test_output_that_is_not_read_is_no_error(typed: list[str]) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as unread:
-        ended = subprocess.run(
-            typed, cwd=ROOT, stdout=unread, stderr=subprocess.PIPE, text=True, timeout=120
-        )
-    assert ended.stderr == ""

@@ -25,10 +25,7 @@ from analysis_tools import compare_versions
 from workshop import records, results, versions
 from workshop.compare import figures, rows, sessions, sweep, tables, waterfall
 from workshop.compare.rows import Row
-from workshop.dashboard import data
-from workshop.dashboard import figures as pages
 from workshop.judge import judge, process
-from workshop.report import charts, comparisons
 from workshop.results import RunResult
 from workshop.run import presets
 from workshop.versions import VERSIONS
@@ -81,9 +78,6 @@ def test_a_speed_up_is_the_ratio_of_the_medians_with_its_interval() -> None:
     assert (v2.params_total, v2.params_with_grad) == (4190464, 4190464)
     assert (v2.peak_memory_mb, v2.memory_reduction) == (150.0, 0.25)
     assert v2.tflops and v2.peak_share == v2.tflops / 0.5
-    for share, noted in ((1.159, True), (0.9, False)):
-        text = markdown([dataclasses.replace(v2, peak_share=share)])
-        assert ("more than 100% of peak" in text) == noted
     assert not v2.failed and not v2.note
 
 
@@ -94,16 +88,12 @@ def test_a_speed_up_is_the_ratio_of_the_medians_with_its_interval() -> None:
         ((90.0, 110.0), (95.0, 99.0), "no significant difference [0."),
     ],
 )
-def test_a_verdict_needs_an_interval_without_1(
-    v1: tuple[float, ...], v2: tuple[float, ...], verdict: str
-) -> None:
+def test_a_verdict_needs_an_interval_without_1(v1, v2, verdict) -> None:
     runs = [make_result(key, step_ms=[ms]) for key, side in (("v1", v1), ("v2", v2)) for ms in side]
     assert by_label(runs)["v2"].speedup_text().startswith(verdict)
 
 
-def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(capsys) -> None:
     """The scatter between a version's processes is unknown then."""
     once = {"setup_s": {"compile": 20.0, "capture": 0.5}}
     slow, fast = make_result(), make_result("v2", step_ms=FASTER, **once)
@@ -122,10 +112,6 @@ def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(
     _, line = csv.DictReader(io.StringIO(report.as_csv()))
     assert (line["speedup"], line["speedup_ci"]) == ("2.0", "")
     assert found[1].short_speedup_text() == "2.00x\n1 process"  # on a bar
-    drawn = pages.speedups(found)
-    assert "<b>2.00x<br>1 process</b>" in drawn.data[1].text
-    assert list(drawn.data[0].error_y.array) == [None, None]
-    assert data.headline(found) == ""
     # V1 alone is compared with nothing.
     assert note not in markdown(rows.build_rows([slow]))
 
@@ -163,10 +149,8 @@ def test_a_session_has_one_peak_for_each_precision() -> None:
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(f"{k}" for k in value) or "as-v2",
 )
-def test_no_speed_up_without_a_proven_baseline_of_the_same_kind(
-    baseline: dict[str, object], other: dict[str, object], note: str
-) -> None:
-    runs = [make_result("v1", **baseline), make_result("v2", step_ms=FASTER, **other)]  # type: ignore[arg-type]
+def test_no_speed_up_without_a_proven_baseline_of_the_same_kind(baseline, other, note) -> None:
+    runs = [make_result("v1", **baseline), make_result("v2", step_ms=FASTER, **other)]
     row = by_label(runs)["v2"]
     assert (row.speedup, row.speedup_ci, row.memory_reduction) == (None, None, None)
     assert note in row.note and "no speed-up" in row.note
@@ -186,18 +170,6 @@ def test_sessions_are_not_mixed_and_the_newest_counts() -> None:
         "v4": "20260201",  # not run in the newest one
     }
     assert (found["v2"].speedup, found["v4"].speedup) == (3.0, 2.0)
-    # V4's is not over the V1 of the table.
-    assert found["v4"].note.endswith("speed-up over V1 of its own session, 100.00 ms")
-    assert "own session" not in found["v2"].note
-    without = dataclasses.replace(found["v4"], speedup=None)
-    shown = [*found.values(), without, None]
-    assert [comparisons._in_a_word(row, found["v1"]) for row in shown] == [
-        "150.00 ms",
-        "50.00 ms, 3.00x (1 process)",
-        "50.00 ms, 2.00x (1 process) over 100.00 ms",
-        "50.00 ms",
-        "-",
-    ]
     # A later session without V1 proves nothing about V2, so the older one is kept.
     found = by_label([*session("20260301", 150.0, "v2"), make_result("v2", session="20260401")])
     assert (found["v2"].session, found["v2"].speedup) == ("20260301", 3.0)
@@ -268,7 +240,7 @@ def interpreted(**changes: object) -> RunResult:
     options = {"compile": "none", "cuda_graph": False, "interpreted": True}
     memory = {"peak": 150.0, "rest": 150.0, "source": "profiled allocations"}
     given = {"options": options, "memory_mb": memory, "step_ms": FASTER, **changes}
-    return make_result("v3", **given)  # type: ignore[arg-type]
+    return make_result("v3", **given)
 
 
 @pytest.mark.parametrize(
@@ -276,9 +248,7 @@ def interpreted(**changes: object) -> RunResult:
     [{}, {"options": {}}, {"device": GPU}, {"gate": "not run"}, {"status": "interrupted"}],
     ids=["CPU", "CPU, which the file does not say", "GPU", "no gate", "interrupted"],
 )
-def test_no_number_of_an_interpreted_run_is_beside_those_that_were_not(
-    changes: dict[str, object],
-) -> None:
+def test_no_number_of_an_interpreted_run_is_beside_those_that_were_not(changes) -> None:
     found = by_label([make_result(), make_result("v2", step_ms=FASTER), interpreted(**changes)])
     row, report = found["v3"], tables.of_rows(list(found.values()))
     names = [*TIMES, "loss_first", "loss_last", "peak_memory_mb", "step_parts"]
@@ -300,23 +270,6 @@ def test_no_number_of_an_interpreted_run_is_beside_those_that_were_not(
         assert words == "interpreted,\nnot comparable"
 
 
-def test_losses_after_different_numbers_of_steps_say_so() -> None:
-    """`make_result` has 6 losses, from 6.9 to 3.0, in step 4 it is 4.0."""
-    whole = [make_result(), make_result("v2")]
-    briefer = dataclasses.replace(whole[1], losses=whole[1].losses[:4], step_ms=[50.0] * 3)
-    note = "loss: in step 1, the first of the warm-up, and in the last timed step"
-    for runs, cells, its in (
-        (whole, ["6.900 → 3.000", "6.900 → 3.000"], f"{note}, 6"),
-        ([whole[0], briefer], ["6.900 → 3.000 in step 6", "6.900 → 4.000 in step 4"], note),
-    ):
-        proof = tables.group_tables(rows.build_rows(runs))[1]
-        assert [line.cells[3] for line in proof.lines] == cells and proof.notes[0] == its
-    curves = {"v1": [6.9, 4.0, 3.0], "v2": [6.9, 4.0], "v3": [6.8, 4.1]}
-    said = charts.losses("", curves, {}, (), "").alt
-    assert "last of 3 steps: v1 6.900 to 3.000. Loss" in said
-    assert said.endswith("last of 2 steps: v2 6.900 to 4.000, v3 6.800 to 4.100.")
-
-
 def test_the_picture_shows_the_table_s_numbers() -> None:
     """The parts of V2's step, timed apart, take 100 ms, the step 50 ms; V4's were not timed."""
     unknown = {"forward_ms": [], "memory_mb": {"peak": 1234.0, "source": "allocator"}}
@@ -336,12 +289,6 @@ def test_the_picture_shows_the_table_s_numbers() -> None:
     }
 
 
-def test_a_compiled_run_of_v3_is_compared() -> None:
-    compiled = {"compile": "none", "cuda_graph": True, "interpreted": False}
-    row = by_label([make_result(), interpreted(options=compiled, device=GPU)])["v3"]
-    assert (row.status, row.speedup, row.note) == ("timed", 2.0, "")
-
-
 @pytest.mark.parametrize(
     ("compile_s", "milliseconds", "break_even", "steps"),
     [
@@ -352,7 +299,7 @@ def test_a_compiled_run_of_v3_is_compared() -> None:
     ],
 )
 def test_the_startup_is_made_up_for_by_what_each_step_saves(
-    compile_s: float, milliseconds: float, break_even: str, steps: int | None
+    compile_s, milliseconds, break_even, steps
 ) -> None:
     runs = []
     for index, factor in enumerate((0.9, 1.1, 1.0, 1.05, 0.95)):  # a later process finds caches
@@ -370,32 +317,10 @@ def test_the_startup_is_made_up_for_by_what_each_step_saves(
         assert "; break-even with V1 after 400 steps" in text
 
 
-def test_files_without_startup_times_give_no_break_even() -> None:
-    row = by_label([make_result(), make_result("v4", step_ms=FASTER)])["v4"]
-    assert (row.startup_s, row.break_even, row.break_even_steps) == (None, None, None)
-
-
 # --- what is shown and written ----------------------------------------------------------------
 
 
-def test_notes_name_small_gates_and_implausible_numbers() -> None:
-    gates = ((2, 16), (8, 128), (None, None))
-    runs = [
-        make_result(key, gate=results.Parity("pass", batch_size=gate[0], seq_len=gate[1]))
-        for key, gate in zip(("v1", "v2", "v4"), gates, strict=True)
-    ]
-    why = "the backward pass takes 0.1 of the forward's"
-    found = rows.build_rows([*runs, dataclasses.replace(runs[1], plausibility=[why])])
-    assert [row.starred_verdict for row in found] == ["pass *", "pass", "pass"]
-    assert found[1].plausibility == [why]
-    text = markdown(found)
-    assert text.count("pass *") == 1 and text.count(f"IMPLAUSIBLE: {why}") == 1
-    assert "- *: the gate ran on fewer tokens than the run: 2 x 16" in text
-
-
-def test_runs_of_a_waterfall_or_a_sweep_do_not_fill_the_ladder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_a_waterfall_or_a_sweep_do_not_fill_the_ladder(tmp_path, capsys) -> None:
     for length, kind in ((64, "sweep point"), (256, "waterfall rung")):
         run = make_result(seq_len=length, config_name="custom", kind=kind)
         records.add(run, tmp_path / "both")
@@ -419,9 +344,7 @@ def test_runs_of_a_waterfall_or_a_sweep_do_not_fill_the_ladder(
         ("--versions hf --config small", "small-bf16-v1"),
     ],
 )
-def test_rows_of_results_can_be_chosen(
-    words: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_results_can_be_chosen(words, shown, tmp_path, capsys) -> None:
     for version, config, precision in (
         ("v1", "tiny", "fp32"), ("v1", "small", "bf16"), ("v2", "small", "bf16"),
         ("v3", "small", "bf16"),
@@ -440,9 +363,7 @@ HOSTILE = "\ud800 $\\frac$ \x1b[31m | <b>"
 
 
 @pytest.mark.parametrize("words", [[], ["--waterfall"], ["--sweep", "seq-len"]], ids=str)
-def test_a_device_may_have_any_name(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_device_may_have_any_name(words, tmp_path, capsys) -> None:
     device = {"type": "cpu", "name": HOSTILE, "memory_gb": 1.0}
     qkv_alone = {"fuse_qkv": True} | dict.fromkeys(waterfall.switches("v2")[1:], False)
     red = {"gate": "fail", "status": "gate failed", "step_ms": []}
@@ -465,9 +386,7 @@ def test_a_device_may_have_any_name(
 
 
 @pytest.mark.parametrize("flag", ["--output-dir", "--output"])
-def test_the_files_of_results_keep_the_contract(
-    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_files_of_results_keep_the_contract(flag, tmp_path, capsys) -> None:
     """The sessions and software that are shown head the Markdown; each size has its own table."""
     new = {"session": "2", "software": {"torch": "2.6"}}
     for run in (
@@ -500,7 +419,7 @@ def test_the_files_of_results_keep_the_contract(
 
 
 def test_a_version_that_cannot_run_here_is_skipped_and_not_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path, monkeypatch, capsys
 ) -> None:
     why = "version v3 needs Triton, which is not installed"
     monkeypatch.setattr(versions, "missing", lambda version: why if version.triton else None)
@@ -582,7 +501,7 @@ def use_versions_of(code: Path, monkeypatch: pytest.MonkeyPatch, **texts: str) -
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, str, Path]:
+def mixed(tmp_path_factory) -> tuple[int, str, str, Path]:
     """A comparison of processes: status, stdout, stderr and folder. V2 has a planted fault, V3 is
     interpreted, V4 crashes, and `hf` can't run here."""
     folder = tmp_path_factory.mktemp("mixed")
@@ -601,11 +520,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, str, Path
     return status, stdout.getvalue(), stderr.getvalue(), out
 
 
-Mixed = tuple[int, str, str, Path]
-
-
 @needs_triton
-def test_a_comparison_trains_shows_and_writes(mixed: Mixed) -> None:
+def test_a_comparison_trains_shows_and_writes(mixed) -> None:
     from matplotlib.image import imread
 
     status, stdout, stderr, folder = mixed
@@ -631,7 +547,7 @@ def read(folder: Path, suffix: str) -> str:
 
 
 @needs_triton
-def test_a_red_gate_and_a_crash_cost_their_own_rows(mixed: Mixed) -> None:
+def test_a_red_gate_and_a_crash_cost_their_own_rows(mixed) -> None:
     _, stdout, stderr, folder = mixed
     found = {row["version"]: row for row in json.loads(read(folder, "json"))["rows"]}
     v2, v4 = found["v2"], found["v4"]
@@ -650,7 +566,7 @@ def test_a_red_gate_and_a_crash_cost_their_own_rows(mixed: Mixed) -> None:
 
 
 @needs_triton
-def test_an_interpreted_version_runs_once_and_briefly(mixed: Mixed) -> None:
+def test_an_interpreted_version_runs_once_and_briefly(mixed) -> None:
     _, stdout, stderr, folder = mixed
     assert "\nv3: in Triton's interpreter on this machine, " in f"\n{stderr}"
     (line,) = (line for line in stderr.splitlines() if line.startswith("v3 tiny fp32, run"))
@@ -668,9 +584,7 @@ def test_an_interpreted_version_runs_once_and_briefly(mixed: Mixed) -> None:
 
 
 @needs_triton
-def test_results_alone_give_the_same_rows_again(
-    mixed: Mixed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_alone_give_the_same_rows_again(mixed, monkeypatch, capsys) -> None:
     _, stdout, _, folder = mixed
     monkeypatch.setattr(results, "MOST_WAITED", 9.0)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
@@ -686,105 +600,6 @@ def test_results_alone_give_the_same_rows_again(
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-@pytest.mark.slow
-def test_a_version_that_deceives_the_gate_is_found_by_the_audit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its timed steps are another model's than those of the gate's shape."""
-    old = '    with phase("forward"), autocast:\n'
-    other = f"    if len(tokens) == 2 and optimizer.state:\n        targets = tokens\n{old}"
-    fault = {V2: (old, other)}
-    code = copy_repository(tmp_path / "code", RED_V2 | fault)
-    use_versions_of(code, monkeypatch)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = ["--config", "tiny", "--versions", "v2", "v1", "--num-steps", "3", "--device", "cpu"]
-    words += ["--warmup-steps", "1", "--repeats", "2", "--output-dir", str(tmp_path / "out")]
-    assert compare_versions.main(words) == 1
-    captured = capsys.readouterr()
-    v1, v2 = json.loads(read(tmp_path / "out", "json"))["rows"]
-    assert (v1["parity"], v1["audit"], v1["runs"]) == ("pass", "pass", 2)
-    assert (v2["parity"], v2["audit"]) == ("pass", "fail")
-    assert (v2["step_ms"], v2["speedup"]) == (None, None)
-    assert v2["note"].startswith("audit failed: timed run: loss ")
-    assert len(re.findall(r"^v2 tiny fp32, run", captured.err, re.MULTILINE)) == 1
-    assert re.search(r"│ v2 +│ +FAIL │", captured.out)
-    runs = {run.version: run for run in records.load_folder(tmp_path / "out", RunResult)}
-    assert runs["v2"].status == "audit failed" and runs["v2"].judge_ms
-
-
-WRONG = {
-    "unknown version": (["--versions", "v9"], "unknown version 'v9': choose from v1, v2"),
-    "unknown preset": (["--config", "tiny", "giant"], "unknown preset 'giant': choose from tiny"),
-    "unknown precision": (["--precision", "int4"], "unknown precision 'int4'"),
-    "precision": (["--precision", "fp32", "fp16"], "precision fp16: the CPU does not have it"),
-    "no repeats": (["--repeats", "0"], "--repeats 0: it must be at least 1"),
-    "no steps": (["--num-steps", "-3"], "--num-steps -3: it must be at least 1"),
-    "no jobs": (["--jobs", "0"], "--jobs 0: it must be at least 1"),
-    "jobs of a sweep": (["--sweep", "seq-len", "8", "16", "--jobs", "2"], "--jobs: no more than 1"),
-    "seed": (["--seed", "-1"], "--seed -1: it must lie between"),
-    "device": (["--device", "tpu"], "unknown device 'tpu'"),
-    "file as folder": (["--output-dir", "FILE"], "FILE can't be written"),
-    "no results": (["--from-results", "absent"], "results absent: no such folder"),
-    "empty results": (["--from-results", "EMPTY"], "no result files"),
-    "no such results": (["--from-results", "ONE", "--config", "large"], "no runs of the --vers"),
-    "truncated result": (["--from-results", "CUT"], "cut.jsonl: line 1: no valid JSON"),
-    "another format": (["--format", "xml"], "invalid choice: 'xml'"),
-    "both": (["--waterfall", "--sweep", "seq-len", "1"], "not allowed with argument"),
-    "another end": (["--waterfall", "v2"], "--waterfall v2: choose from v4, v3"),
-    "versions too": (["--waterfall", "--versions", "v3"], "--versions: name a waterfall's end"),
-    "waterfall's repeats": (["--waterfall", "--repeats", "0"], "--repeats 0: it must be at least"),
-    "waterfall's preset": (["--waterfall", "--config", "giant"], "unknown preset 'giant'"),
-    "an end that no file has": (
-        ["--waterfall", "v4", "v9", "--from-results", "ONE"], "--waterfall v9: choose from v4, v3"),
-    "no waterfall": (["--waterfall", "--from-results", "ONE"], "no waterfall: V1 at fp32"),
-    "axis": (["--sweep", "width", "1", "2"], "--sweep width: choose from"),
-    "downwards": (["--sweep", "seq-len", "128", "...", "100"], "second size must be"),
-    "one size": (["--sweep", "seq-len", "128"], "--sweep seq-len: give two sizes or more"),
-    "heads": (["--sweep", "hidden-dim", "64", "100"], "must be a multiple of 64"),
-    "version": (["--sweep", "seq-len", "8", "16", "--versions", "v9"], "unknown version 'v9'"),
-    "no sweep": (["--sweep", "seq-len", "--from-results", "ONE"], "no sweep over seq-len"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_input_is_one_line(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "FILE").touch()
-    (tmp_path / "EMPTY").mkdir()
-    (tmp_path / "CUT").mkdir()
-    (tmp_path / "CUT" / "cut.jsonl").write_text('{"schema_version": 1, "vers')
-    records.add(make_result(), tmp_path / "ONE")
-    before = files(tmp_path)
-    given = [str(tmp_path / word) if (tmp_path / word).exists() else word for word in words]
-    defaults = ["--device", "cpu", "--output-dir", str(tmp_path / "out")]
-    try:
-        status: object = compare_versions.main(defaults + given)
-    except SystemExit as stop:  # argparse's own
-        status = stop.code
-    assert status == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert message in captured.err.replace(f"{tmp_path}/", "")
-    assert captured.err.count("error: ") == 1
-    if captured.err.startswith("error: "):
-        assert captured.err.count("\n") == 1
-    assert files(tmp_path) == before and not (tmp_path / "out").exists()
-
-
-def test_a_version_that_is_not_in_this_checkout_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    gone = dataclasses.replace(versions.VERSIONS["v2"], folder="version2_elsewhere")
-    monkeypatch.setitem(versions.ALL, "v2", gone)
-    output = tmp_path / "out"
-    status = compare_versions.main(["--versions", "v1", "v2", "--output-dir", str(output)])
-    assert status == 2
-    error = capsys.readouterr().err
-    assert re.fullmatch(r"error: version v2 .* is not here: .*\n", error)
-    assert not output.exists()
-
-
 # --- Ctrl-C -----------------------------------------------------------------------------------
 
 
@@ -798,7 +613,7 @@ def running(folder: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
-def test_ctrl_c_or_sigterm_keeps_what_was_completed(how: str, tmp_path: Path) -> None:
+def test_ctrl_c_or_sigterm_keeps_what_was_completed(how, tmp_path) -> None:
     code = copy_repository(tmp_path / "code", {"workshop/run/presets.py": SHRINK_PRESET})
     folder = tmp_path / "out"
     words = tool("--versions", "v1", "v2", "--config", "tiny", "--num-steps", "2")
@@ -839,9 +654,7 @@ def test_ctrl_c_or_sigterm_keeps_what_was_completed(how: str, tmp_path: Path) ->
     assert not [name for name in files(folder) if Path(name).name.startswith(".")]
 
 
-def test_ctrl_c_while_a_process_starts_leaves_none_running(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_while_a_process_starts_leaves_none_running(tmp_path, monkeypatch) -> None:
     started = []
 
     def start(command: list[str], **words: Any) -> subprocess.Popen[str]:
@@ -870,13 +683,7 @@ def test_ctrl_c_while_a_process_starts_leaves_none_running(
 @pytest.mark.parametrize(
     "words", [[], ["--waterfall"], ["--sweep", "seq-len", "128", "256"]], ids=str
 )
-def test_ctrl_c_shows_what_was_completed(
-    words: list[str],
-    runs: list[RunResult],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_ctrl_c_shows_what_was_completed(words, runs, tmp_path, monkeypatch, capsys) -> None:
     name = words[0].strip("-") if words else "comparison"
     kind = {"waterfall": waterfall.KIND, "sweep": sweep.KIND}.get(name, "run")
     runs = [dataclasses.replace(run, kind=kind) for run in runs]

@@ -1,6 +1,5 @@
 """The dashboard as its users meet it: typed on a command line, and looked at in a real browser."""
 
-import cProfile
 import json
 import re
 import shutil
@@ -23,7 +22,6 @@ from workshop.compare.figures import NEITHER, SAVED
 from workshop.compare.rows import build_rows, ordinary
 from workshop.dashboard import blocks, export, figures, server
 from workshop.dashboard.data import Choice, Live, Snapshot
-from workshop.report import comparisons
 from workshop.results import RunResult
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,18 +49,18 @@ def served(*folders: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def window(tmp_path_factory) -> Iterator[Any]:
     with chromium.open_browser(tmp_path_factory.mktemp("browser")) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def selection(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def selection(tmp_path_factory) -> Path:
     return stored_runs.select(tmp_path_factory.mktemp("results"))
 
 
 @pytest.fixture(scope="module")
-def address(selection: Path) -> Iterator[str]:
+def address(selection) -> Iterator[str]:
     with served(selection) as address:
         yield address
 
@@ -110,9 +108,6 @@ def show(window: Any, view: str, word: str) -> None:
     until(lambda: word in text(window, "main:not([hidden])") and drawn(window), f"{view}: {word}")
 
 
-# --- in the browser ------------------------------------------------------------------------------
-
-
 WORDS = {
     blocks.CONTENTS: "V3 is 3.39x",
     SPEED: "Peak memory",
@@ -126,7 +121,7 @@ WORDS = {
 
 
 @pytest.mark.slow
-def test_every_view_renders(window: Any, address: str) -> None:
+def test_every_view_renders(window, address) -> None:
     """Offline, without a word on the console, within the width of a projector and of a phone."""
     open_page(window, address)
     assert set(WORDS) == set(blocks.VIEWS)
@@ -152,7 +147,7 @@ def brightness(colour: str) -> int:
     return sum(map(int, re.findall(r"\d+", colour)[:3]))
 
 
-def test_a_choice_changes_the_figures(window: Any, address: str, selection: Path) -> None:
+def test_a_choice_changes_the_figures(window, address, selection) -> None:
     runs = records.load_folder(selection, RunResult)
     rows = build_rows(ordinary(runs))
     rates = {(row.config, row.precision, row.version): f"{row.tokens_per_s:,.0f}" for row in rows}
@@ -187,7 +182,7 @@ def test_a_choice_changes_the_figures(window: Any, address: str, selection: Path
     assert chromium.complaints(window) == []
 
 
-def test_new_files_appear_and_broken_ones_are_named(window: Any, tmp_path: Path) -> None:
+def test_new_files_appear_and_broken_ones_are_named(window, tmp_path) -> None:
     with served(tmp_path) as address:
         open_page(window, address)
         until(lambda: "No results yet" in text(window), "an empty page")
@@ -205,7 +200,7 @@ def test_new_files_appear_and_broken_ones_are_named(window: Any, tmp_path: Path)
         assert chromium.complaints(window) == []
 
 
-def test_names_are_text(window: Any, hostile: Path) -> None:
+def test_names_are_text(window, hostile) -> None:
     with served(hostile) as address:
         open_page(window, address)
         show(window, SPEED, "")
@@ -228,7 +223,7 @@ def harmless(window: Any) -> None:
 
 
 @pytest.fixture
-def hostile(tmp_path: Path) -> Path:
+def hostile(tmp_path) -> Path:
     """Results in which every name that may be anything is markup."""
     content = stored_runs.reference()
     red = {"status": "fail", "failures": [HOSTILE]}
@@ -255,13 +250,8 @@ def hostile(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# --- one file ------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_the_exported_file_needs_nothing_else(
-    window: Any, selection: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_exported_file_needs_nothing_else(window, selection, tmp_path, capsys) -> None:
     file = tmp_path / "new" / "a.html"
     assert performance_dashboard.main(["--results", str(selection), "--export", str(file)]) == 0
     assert capsys.readouterr() == (f"Written: {file}\n", "")
@@ -276,7 +266,7 @@ def test_the_exported_file_needs_nothing_else(
     assert {url for url in chromium.requested(window) if not url.startswith("file:")} == set()
 
 
-def test_names_in_the_exported_file_are_text(window: Any, hostile: Path) -> None:
+def test_names_in_the_exported_file_are_text(window, hostile) -> None:
     (hostile / "runs" / "cut.jsonl").write_text("{")
     file = hostile / "a.html"
     assert performance_dashboard.main(["--results", str(hostile), "--export", str(file)]) == 0
@@ -288,41 +278,11 @@ def test_names_in_the_exported_file_are_text(window: Any, hostile: Path) -> None
     harmless(window)
 
 
-# --- what is made of results ---------------------------------------------------------------------
-
-
-def test_what_a_change_costs_does_not_grow_with_the_files(tmp_path: Path) -> None:
-    def calls(folder: Path, count: int) -> int:
-        """Calls of functions for a view of each size, after files are read and rows are made."""
-        snapshot = Live(Collection([folder])).snapshot
-        assert sum(map(len, snapshot.groups.values())) == count
-        profile = cProfile.Profile()
-        for group in snapshot.groups:
-            snapshot.rows(group)
-            choice = snapshot.settle(Choice(*group))
-            assert len(profile.runcall(blocks.view, SPEED, snapshot, choice)) == 5
-        return sum(entry.callcount for entry in profile.getstats())
-
-    few, many = tmp_path / "few", tmp_path / "many"
-    stored_runs.write_many(few, 96)
-    stored_runs.write_many(many, 480)
-    assert calls(many, 480) < 1.5 * calls(few, 96)
-
-
 def snapshot_of(folder: Path) -> Snapshot:
     collection = Collection([folder])
     collection.refresh()
     assert not collection.broken
     return Snapshot(collection)
-
-
-def test_a_page_opened_after_news_shows_them(tmp_path: Path) -> None:
-    live = Live(Collection([tmp_path]))
-    live.refresh()
-    app = server.make_app(live)
-    stored_runs.write(tmp_path, stored_runs.reference())
-    page = str(app.layout())
-    assert "NVIDIA H200" in page and f"data={live.refresh()}" in page.replace("'", "")
 
 
 def test_the_bars_are_the_rows_numbers() -> None:
@@ -337,53 +297,7 @@ def test_the_bars_are_the_rows_numbers() -> None:
         assert dict(zip(bars.x, bars.y, strict=True)) == expected, field
 
 
-def test_all_sizes_of_a_session_have_one_peak(tmp_path: Path) -> None:
-    """In the dashboard and in the report, which show each size by itself."""
-    for preset, peak in (("small", 200.0), ("medium", 300.0)):
-        changes = {"session": "s", "peak_tflops": peak}
-        stored_runs.write(tmp_path, stored_runs.reference(preset=preset), preset, **changes)
-    collection = Collection([tmp_path])
-    collection.refresh()
-    snapshot = Snapshot(collection)
-    shown = [row for group in snapshot.groups for row in snapshot.rows(group)]
-    reported = [row for group in comparisons.groups(collection.runs) for row in group.rows]
-    assert [row.peak_tflops for row in (*shown, *reported)] == [300.0] * 4
-
-
-def test_a_sweep_is_of_one_session_and_has_no_point_where_that_failed(tmp_path: Path) -> None:
-    content = stored_runs.reference()
-    red = content["gate"] | {"status": "fail", "failures": ["logits differ"]}
-    for session, lengths in (("1", (64, 128, 256)), ("2", (128, 256, 512)), ("3", (128,))):
-        for length in lengths:
-            step_ms = [100.0 * int(session) + length] * 9
-            at = {"session": session, "seq_len": length, "step_ms": step_ms, "kind": "sweep point"}
-            if (session, length) == ("2", 256):
-                at |= {"gate": red, "status": "gate failed", "step_ms": []}
-            stored_runs.write(tmp_path, content, f"{session}-{length}", **at)
-    snapshot = snapshot_of(tmp_path)
-    group = next(group for group in snapshot.groups if group.shape == "8 × 128")
-    found = blocks.view("Sweeps", snapshot, snapshot.settle(Choice(*group)))
-    assert [block.key for block in found] == ["seq-len-step", "seq-len-throughput",
-                                              "seq-len-memory"]  # fmt: skip
-    assert found[0].figure is not None
-    line = found[0].figure.data[0]
-    assert list(zip(line.x, line.y, strict=True)) == [(128, 328), (512, 712)]
-
-
-def test_switches_are_shown_with_their_version(tmp_path: Path) -> None:
-    content = stored_runs.reference("v2")
-    without = content["options"] | {"fuse_qkv": False}
-    slower = [ms + 1.0 for ms in content["step_ms"]]
-    stored_runs.write(tmp_path, content)
-    stored_runs.write(tmp_path, content, "off", options=without, step_ms=slower)
-    snapshot = snapshot_of(tmp_path)
-    found = {b.key: b for b in blocks.view("Ladder", snapshot, snapshot.settle(Choice()))}
-    figure = found["switches-v2"].figure
-    assert figure is not None and figure.layout.yaxis.ticktext == ("no-fuse-qkv",)
-    assert figure.data[0].x[0] == pytest.approx(1.0)
-
-
-def test_the_ladder_has_the_versions_of_one_comparison(tmp_path: Path) -> None:
+def test_the_ladder_has_the_versions_of_one_comparison(tmp_path) -> None:
     content = stored_runs.reference()
     for key, session, medians in (
         ("v1", "2", (80, 81)), ("v2", "2", (80, 82)), ("v3", "2", (40, 41)), ("v4", "1", (20, 20)),
@@ -409,56 +323,7 @@ def test_the_ladder_has_the_versions_of_one_comparison(tmp_path: Path) -> None:
     assert speedups is not None and speedups.data[0].error_y.array[0] is None, "of V1 over itself"
 
 
-def test_each_profile_has_a_bar_of_its_own_as_long_as_its_list(tmp_path: Path) -> None:
-    labs = REFERENCE / "nvidia_h200" / "inference_benchmark" / "profiles"
-    shutil.copytree(labs, tmp_path / "lab" / "profiles")
-    record = stored_runs.content(PROFILE / "run.jsonl")
-    for place, changes in (
-        ("a/v1/tool", {}),
-        ("b/v1/tool", {"created": "2027-01-01T10:11:12+00:00"}),
-        ("c/v1/tool", {"created": "2027-01-01T10:11:12+00:00"}),
-        ("d/v1/tool", {"options": record["options"] | {"compile": "default"}}),
-    ):
-        shutil.copytree(PROFILE, tmp_path / "profiles" / place)
-        path = tmp_path / "profiles" / place / "run.jsonl"
-        path.write_text(stored_runs.lines(record | changes))
-    snapshot = snapshot_of(tmp_path)
-    shown = []
-    for key, profile in snapshot.profiles.items():
-        bars, hot, *_ = blocks.view(KERNELS, snapshot, Choice(profile=key))
-        assert bars.figure is not None and hot.table is not None
-        names = bars.figure.layout.yaxis.ticktext
-        assert len(set(names)) == len(names) and snapshot.profile_labels[key] in hot.title
-        assert {trace.y for trace in bars.figure.data} == {None}, "a place for each name"
-        lengths = [sum(ms) for ms in zip(*(t.x for t in bars.figure.data), strict=True)]
-        _, _, _, ms, *_ = hot.table.rows[-1]
-        assert hot.table.header[3] == "ms a step" and profile.table.steps
-        assert float(str(ms).replace(",", "")) == pytest.approx(
-            profile.table.total_ns / profile.table.steps / 1e6, abs=1e-3
-        )
-        assert len(lengths) == len(names)
-        assert any(length == pytest.approx(float(str(ms)), abs=1e-3) for length in lengths)
-        shown.append(names)
-    later = "v1, 2027-01-01 10:11"
-    assert shown[:2] == [("fp16", "fp32")] * 2
-    assert (
-        shown[2:]
-        == [
-            (
-                "v1, 2026-11-26 07:41",
-                f"{later}, b/v1/tool",
-                f"{later}, c/v1/tool",
-                "v1, compile=default",
-            )
-        ]
-        * 4
-    )
-    assert len(set(snapshot.profile_labels.values())) == len(snapshot.profiles)
-    *_, contents = blocks.view(blocks.CONTENTS, snapshot, Choice())
-    assert contents.title == "Profiles: 6"
-
-
-def test_a_red_gate_is_in_no_figure(tmp_path: Path) -> None:
+def test_a_red_gate_is_in_no_figure(tmp_path) -> None:
     """No bar, no speed-up and no place in the ladder; and an error without number is the worst."""
     stored_runs.write(tmp_path, stored_runs.reference())
     red = stored_runs.reference("v2")
@@ -479,7 +344,7 @@ def test_a_red_gate_is_in_no_figure(tmp_path: Path) -> None:
     assert "not finite" in proof and "1.0e-08" not in proof
 
 
-def test_the_newest_day_s_fullest_comparison_is_seen_first(tmp_path: Path) -> None:
+def test_the_newest_day_s_fullest_comparison_is_seen_first(tmp_path) -> None:
     shutil.copytree(REFERENCE, tmp_path / "reference")
     reference = stored_runs.reference()
     first = snapshot_of(tmp_path).settle(Choice())
@@ -490,43 +355,14 @@ def test_the_newest_day_s_fullest_comparison_is_seen_first(tmp_path: Path) -> No
     assert snapshot_of(tmp_path).settle(Choice()).device == "my laptop"
 
 
-def test_a_gate_on_fewer_tokens_is_marked(tmp_path: Path) -> None:
-    run = stored_runs.reference("v1", "large")
-    stored_runs.write(tmp_path, run)
-    snapshot = snapshot_of(tmp_path)
-    choice = snapshot.settle(Choice())
-    shown = ("pass *", "the gate ran on fewer tokens than the run: 4 x 1024")
-    for view in ("Speed and memory", "Same model?"):
-        tables = [block.table for block in blocks.view(view, snapshot, choice) if block.table]
-        (gate,) = {row[1] for table in tables for row in table.rows if table.header[1] == "verdict"}
-        assert (gate.text, gate.title) == shown
-
-
-# --- the command line ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("flag", "value", "message"), [
-    ("--port", "65536", "between 0 and 65535"),
-    ("--export", "page.pdf", "name it FILE.html"),
-])  # fmt: skip
-def test_wrong_usage_is_one_line(
-    flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert performance_dashboard.main([flag, value]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
-def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_one_line(capsys) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert performance_dashboard.main(["--port", port, "--no-browser"]) == 2
     assert f"--port {port}: " in capsys.readouterr().err
 
 
-def test_a_missing_package_is_no_failure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_package_is_no_failure(monkeypatch, capsys) -> None:
     monkeypatch.setattr(performance_dashboard, "NEEDS", ("dash", "no_such_package"))
     assert performance_dashboard.main([]) == 77
     assert "no_such_package is missing" in capsys.readouterr().err

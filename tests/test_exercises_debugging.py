@@ -34,7 +34,7 @@ import debug_harness  # noqa: E402
 import debug_results  # noqa: E402
 import repairs  # noqa: E402
 import run_all_stages  # noqa: E402
-from debug_causes import NONE, Sight, found_in  # noqa: E402
+from debug_causes import NONE, Sight  # noqa: E402
 from debug_results import StageResult  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
@@ -67,7 +67,7 @@ def measure(stage: str, build: object, timed_steps: object) -> StageResult:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured(tmp_path_factory) -> Path:
     """A folder of results with those of the six stages."""
     results = tmp_path_factory.mktemp("results")
     folder = results / debug_results.FOLDER.name
@@ -81,14 +81,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(measured: Path) -> dict[str, StageResult]:
+def found(measured) -> dict[str, StageResult]:
     return debug_results.load_all(measured / debug_results.FOLDER.name)
 
 
 @pytest.fixture
-def diagnose(
-    measured: Path, found: dict[str, StageResult], tmp_path: Path
-) -> Callable[..., list[Item]]:
+def diagnose(measured, found, tmp_path) -> Callable[..., list[Item]]:
     """Checks the solution, with the values of these results and with some answers changed."""
 
     def run(results: Path = measured, **changes: str) -> list[Item]:
@@ -125,10 +123,7 @@ def red(items: list[Item]) -> list[str]:
     return [f"{item.what}: {item.why}" for item in items if not item.ok]
 
 
-# --- the stages ----------------------------------------------------------------------------------
-
-
-def test_each_stage_has_its_fault_and_no_other(found: dict[str, StageResult]) -> None:
+def test_each_stage_has_its_fault_and_no_other(found) -> None:
     assert list(found) == list(CAUSES)
     for key, result in found.items():
         sight = Sight(result, found["stage6"])
@@ -136,33 +131,8 @@ def test_each_stage_has_its_fault_and_no_other(found: dict[str, StageResult]) ->
         assert faults == [CAUSES[key]]
 
 
-def test_the_symptoms(found: dict[str, StageResult]) -> None:
-    metrics = {key: result.metrics() for key, result in found.items()}
-    healthy = metrics["stage6"]
-    # Every column but those of the fault is the healthy stage's.
-    assert metrics["stage1"]["loss_first"] > 30 and healthy["loss_first"] < 7.5
-    assert metrics["stage1"]["logits_error"] < 1e-5
-    assert metrics["stage2"]["logits_error"] > 0.01
-    assert abs(metrics["stage2"]["loss_first"] - healthy["loss_first"]) < 0.5
-    assert metrics["stage3"]["loss_last"] == pytest.approx(healthy["loss_last"], rel=5e-3)
-    assert metrics["stage3"]["timed_share"] < 0.1 < 0.9 < healthy["timed_share"]
-    assert metrics["stage4"]["loss_last"] == pytest.approx(healthy["loss_last"], rel=5e-3)
-    tokens, config = SIZE.batch_size * SIZE.seq_len, SIZE.model
-    elements = tokens * config["hidden_dim"] * config["num_layers"]
-    assert elements < metrics["stage4"]["programs"] < elements + healthy["programs"]
-    assert metrics["stage5"]["tensors_with_grad"] == 1
-    assert healthy["tensors_with_grad"] == 2 + 9 * SIZE.model["num_layers"]
-    assert metrics["stage5"]["loss_first"] == pytest.approx(healthy["loss_first"], rel=5e-5)
-    assert metrics["stage5"]["loss_last"] < 7.5  # nothing suspicious
-    assert metrics["stage5"]["peak_mb"] < 0.85 * healthy["peak_mb"]
-    for name in ("step_ms", "samples_per_s"):
-        assert (healthy[name] is None) == found["stage6"].run.interpreted
-
-
 @pytest.mark.gpu
-def test_the_times_of_a_gpu_show_what_the_interpreter_can_not(
-    found: dict[str, StageResult],
-) -> None:
+def test_the_times_of_a_gpu_show_what_the_interpreter_can_not(found) -> None:
     metrics = {key: result.metrics() for key, result in found.items()}
     healthy = metrics["stage6"]
     assert healthy["backward_ms"] > healthy["forward_ms"]
@@ -173,15 +143,8 @@ def test_the_times_of_a_gpu_show_what_the_interpreter_can_not(
     assert metrics["stage5"]["peak_mb"] < 0.65 * healthy["peak_mb"]
 
 
-@pytest.mark.slow
-def test_a_repaired_stage_is_healthy(found: dict[str, StageResult]) -> None:
-    for number, (build, clock) in repairs.REPAIRED.items():
-        result = measure(f"repaired{number}", build, clock)
-        assert found_in(Sight(result, found["stage6"])) == NONE, number
-
-
 @pytest.mark.parametrize("number", ["2", "5"])
-def test_a_repaired_stage_has_v3s_gradients(number: str) -> None:
+def test_a_repaired_stage_has_v3s_gradients(number) -> None:
     config = debug_harness.v3.TinyLlamaConfig(**SIZE.model)
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(1000, (2, 3, 5), generator=generator).to(DEVICE)
@@ -201,10 +164,7 @@ def test_a_lost_step_is_not_a_result() -> None:
         measure("stage6_repaired", debug_harness.v3.TinyLlama, lambda runner, steps: [1.0] * steps)
 
 
-# --- the check -----------------------------------------------------------------------------------
-
-
-def test_the_template_fails(measured: Path) -> None:
+def test_the_template_fails(measured) -> None:
     items = check(FOLDER / "diagnosis.toml", measured)
     assert [item.what for item in items if item.ok] == ["your results of the six stages"]
     wrong = [item.what for item in items if not item.ok]
@@ -213,14 +173,7 @@ def test_the_template_fails(measured: Path) -> None:
     assert tables == {"predict", "false_claim", *CAUSES}
 
 
-def test_without_results_it_says_what_to_type(tmp_path: Path) -> None:
-    items = check(SOLUTIONS / "my_diagnosis.toml", tmp_path)
-    assert "no result yet of stage1, stage2" in red(items)[0]
-    assert "performance_debugging/run_all_stages.sh 1 2 3 4 5 6" in red(items)[0]
-    assert len(red(items)) == 1  # the false claim needs none
-
-
-def test_the_solution_passes(diagnose: Callable[..., list[Item]]) -> None:
+def test_the_solution_passes(diagnose) -> None:
     items = diagnose()
     assert red(items) == []
     assert len(items) > 25
@@ -266,24 +219,20 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("key", "wrong", "answer"), WRONG)
-def test_a_wrong_answer_gets_a_reason(
-    diagnose: Callable[..., list[Item]], key: str, wrong: object, answer: str
-) -> None:
+def test_a_wrong_answer_gets_a_reason(diagnose, key, wrong, answer) -> None:
     (found,) = red(diagnose(**{key.replace(".", "__"): json.dumps(wrong)}))
     assert answer in found
     assert key.startswith("false_claim") or key[:6] in found
 
 
-def test_a_time_is_no_evidence_where_it_was_interpreted(
-    diagnose: Callable[..., list[Item]], found: dict[str, StageResult]
-) -> None:
+def test_a_time_is_no_evidence_where_it_was_interpreted(diagnose, found) -> None:
     if not found["stage5"].run.interpreted:
         pytest.skip("times are compared here")
     wrong = red(diagnose(stage5__metric='"backward_ms"'))
     assert wrong == ["stage5: backward_ms: this machine gives no such metric: take another"]
 
 
-def test_stage6_is_cleared_by_enough_metrics_alone(diagnose: Callable[..., list[Item]]) -> None:
+def test_stage6_is_cleared_by_enough_metrics_alone(diagnose) -> None:
     wrong = red(diagnose(stage6__cleared_by='["loss_first", "peak_mb", "logits_error"]'))
     assert [line.split(": ")[1] for line in wrong] == [
         f"nothing in your list excludes the fault of {key}"
@@ -294,16 +243,7 @@ def test_stage6_is_cleared_by_enough_metrics_alone(diagnose: Callable[..., list[
     assert "'speed' is none of" in red(diagnose(stage6__cleared_by='["speed"]'))[0]
 
 
-def test_predictions_are_never_red(diagnose: Callable[..., list[Item]]) -> None:
-    items = diagnose(predict__first_loss="0.5", predict__loss_differs="5")
-    assert red(items) == []
-    assert "too low" in items[1].why and "ln(V)" in items[1].why
-    assert "predicted 5, measured 3: 1.67 times too high" in items[2].why
-
-
-def test_a_stage_that_was_changed_or_ran_elsewhere_is_refused(
-    diagnose: Callable[..., list[Item]], measured: Path, tmp_path: Path
-) -> None:
+def test_a_stage_that_was_changed_or_ran_elsewhere_is_refused(diagnose, measured, tmp_path) -> None:
     shutil.copytree(measured, tmp_path / "results")
     folder = tmp_path / "results" / debug_results.FOLDER.name
     content = json.loads((folder / "stage6_repaired.json").read_text())
@@ -321,18 +261,6 @@ def test_a_stage_that_was_changed_or_ran_elsewhere_is_refused(
     assert any("no valid JSON" in line for line in red(diagnose(results=tmp_path / "results")))
 
 
-# --- the false claim -----------------------------------------------------------------------------
-
-
-def test_the_rule_of_six_operations_a_parameter_is_good_enough(
-    diagnose: Callable[..., list[Item]],
-) -> None:
-    assert red(diagnose(false_claim__step_tflops=str(6 * 189.8e6 * 8192 / 52.3e-3 / 1e12))) == []
-
-
-# --- the sheet and the commands ------------------------------------------------------------------
-
-
 def test_the_sheet_shows_the_published_tables() -> None:
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"(?m)^ *\| ((?:small|medium) V\d) \| (.*) \|$", text)
@@ -345,39 +273,12 @@ def test_the_sheet_shows_the_published_tables() -> None:
         assert (name, cells.split(" | ")) == (claim.name, [size, model, *shown])
 
 
-def test_sheet_and_template_name_all_that_may_be_answered() -> None:
-    template = (FOLDER / "diagnosis.toml").read_text(encoding="utf-8")
-    for name in (*debug_causes.CAUSES, *debug_causes.FIXES):
-        assert re.search(rf"\b{name}\b", template), name
-    text = (FOLDER / "README.md").read_text(encoding="utf-8")
-    for name in run_all_stages.TRAINED + run_all_stages.COUNTED:
-        assert f"`{name}`" in text
-
-
-def test_the_table_has_metrics_and_no_conclusions(
-    measured: Path, type_command: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    folder = measured / debug_results.FOLDER.name
-    done = type_command(
-        FOLDER / "run_all_stages.sh", "--show", "--output-dir", folder, PYTHON=sys.executable
-    )
-    assert done.returncode == 0, done.stderr
-    _, *lines = filter(None, done.stdout.splitlines())
-    assert max(map(len, lines)) <= 80
-    rows = [line for line in lines if line.startswith("stage")]
-    assert sum(" 1/" in row for row in rows) == 1
-    if not ON_GPU:
-        assert sum("interpreted" in row for row in rows) == 6
-        assert " ms" not in done.stdout
-    assert not any(name in done.stdout for name in debug_causes.CAUSES if name != NONE)
-
-
 SAMPLES_PER_S = round(SIZE.batch_size / 0.03 * 1000)
 """Of the made-up times of stage 3."""
 
 
 @pytest.fixture
-def with_times(found: dict[str, StageResult], tmp_path: Path) -> Path:
+def with_times(found, tmp_path) -> Path:
     """A folder of results: these, with times as a GPU's that are made up."""
     results = tmp_path / "with_times"
     folder = results / debug_results.FOLDER.name
@@ -402,9 +303,7 @@ def with_times(found: dict[str, StageResult], tmp_path: Path) -> Path:
     return results
 
 
-def test_where_there_are_times_they_are_evidence(
-    with_times: Path, diagnose: Callable[..., list[Item]]
-) -> None:
+def test_where_there_are_times_they_are_evidence(with_times, diagnose) -> None:
     changes = {
         "stage3__metric": '"samples_per_s"',
         "stage3__value": str(SAMPLES_PER_S),
@@ -417,9 +316,7 @@ def test_where_there_are_times_they_are_evidence(
     assert len(wrong) == 1 and "which metric is the cause itself" in wrong[0]
 
 
-def test_a_stage_that_fails_is_reported_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stage_that_fails_is_reported_and_the_others_go_on(tmp_path, monkeypatch, capfd) -> None:
     bad = tmp_path / "stage1_bad.py"
     bad.write_text("import sys; sys.exit('error: no luck')")
     monkeypatch.setattr(run_all_stages, "stage_files", lambda: {"stage1": bad, "stage2": bad})
@@ -429,15 +326,7 @@ def test_a_stage_that_fails_is_reported_and_the_others_go_on(
     assert not (tmp_path / "stage1_bad.json").exists()
 
 
-@pytest.mark.parametrize("words", [["7"], ["--show"]])
-def test_wrong_usage_is_one_line(
-    words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run_all_stages.main([*words, "--output-dir", str(tmp_path)]) == 2
-    assert len(capfd.readouterr().err.splitlines()) == 1
-
-
-def test_ctrl_c_leaves_nothing_half_written(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_nothing_half_written(tmp_path) -> None:
     folder = tmp_path / "results"
     process = subprocess.Popen(
         [str(FOLDER / "run_all_stages.sh"), "6", "--output-dir", str(folder)],

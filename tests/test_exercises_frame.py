@@ -1,14 +1,12 @@
 """The exercises' frame: commands, checks of broken files, answers, progress; the sheets and their
 index; V1's three measuring exercises."""
 
-import dataclasses
 import re
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import stored_runs
@@ -16,16 +14,13 @@ import torch
 from conftest import HANGS_S
 from exercise_cases import checked, only_fault, red, solution, unanswered, with_answers
 
-from workshop import records
-from workshop.errors import NotOnThisMachine, WorkshopError
-from workshop.exercises import frame, index, runner, sheet, terminal
+from workshop.errors import WorkshopError
+from workshop.exercises import frame, runner, sheet
 from workshop.exercises.__main__ import main
-from workshop.exercises.answers import Answers, Unanswered
 from workshop.exercises.compare import first_difference
-from workshop.exercises.frame import Item, Work
-from workshop.exercises.predict import Found, prediction
+from workshop.exercises.frame import Work
+from workshop.exercises.predict import prediction
 from workshop.exercises.progress import FILE, Progress
-from workshop.labs import LabRun
 
 ROOT = Path(__file__).resolve().parents[1]
 SOLUTIONS = ROOT / "exercises" / "solutions"
@@ -47,19 +42,6 @@ Add it to itself.
 
 </details>
 """
-LAB_RUN = LabRun(
-    lab="a_lab",
-    session="s",
-    subject="a network",
-    variant="fp32",
-    unit="images",
-    units_per_step=4,
-    device={},
-    software={},
-    git_commit=None,
-    created="2030-01-01",
-    step_ms=[1.0],
-)
 STARTER = "def double(x):\n    raise NotImplementedError  # YOUR CODE\n"
 QUESTIONS = 'time_ms = nan\n[cause]\nfirst = ""\n'
 CHECK = """
@@ -87,7 +69,7 @@ ANSWERED = 'time_ms = 8\n[cause]\nfirst = "One"\n'
 
 
 @pytest.fixture
-def demo(tmp_path: Path) -> Path:
+def demo(tmp_path) -> Path:
     """An exercise below a root of its own."""
     folder = tmp_path / "a é" / "version1_demo" / "exercises" / "demo"
     folder.mkdir(parents=True)
@@ -102,9 +84,7 @@ def demo(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def typed(
-    demo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, str]]:
+def typed(demo, capsys, monkeypatch) -> Callable[..., tuple[int, str]]:
     """Types a command, below the demo's root; its status and what it printed."""
     root = demo.parents[2]
     monkeypatch.setattr(runner, "LIMIT_S", HANGS_S)
@@ -126,10 +106,7 @@ def write(folder: Path, mine: str = RIGHT, answers: str = ANSWERED) -> None:
     (folder / "my_answers.toml").write_text(answers, encoding="utf-8")
 
 
-# --- the commands --------------------------------------------------------------------------------
-
-
-def test_from_the_first_check_to_the_last(typed: Callable[..., Any], demo: Path) -> None:
+def test_from_the_first_check_to_the_last(typed, demo) -> None:
     status, text = typed("check", "demo")
     assert status == 1 and "made" in text and "mine.py" in text and "my_answers.toml" in text
     assert (demo / "mine.py").read_text() == STARTER
@@ -150,24 +127,11 @@ def test_from_the_first_check_to_the_last(typed: Callable[..., Any], demo: Path)
     assert "0 of 1 passed" in typed("progress")[1]
 
 
-def test_hints_come_one_by_one(typed: Callable[..., Any]) -> None:
+def test_hints_come_one_by_one(typed) -> None:
     assert "Multiply by 2. (1 more" in typed("hint", "demo")[1]
     for _ in range(2):
         text = typed("hint", "demo")[1]
         assert "Add it to itself." in text and "exercises/solutions/demo/" in text
-
-
-@pytest.mark.parametrize("typed", ["python -m workshop", "some/folder/run_all_stages.sh"])
-def test_a_command_to_copy_is_a_line_of_its_own(
-    typed: str, demo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    command = f"{typed} {' '.join(map(str, range(30)))}"
-    item = Item(False, "not measured yet", f"{command}\n{'words ' * 30}")
-    terminal.show(terminal.verdict(sheet.read(demo), runner.Outcome([item])))
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert command in lines
-    assert sum(line.startswith("words") for line in lines) > 1
 
 
 NEEDS_A_GPU = 'def code(work):\n    raise NotOnThisMachine("no GPU")\n    yield\n\ndef time('
@@ -185,14 +149,7 @@ NEEDS_A_GPU = 'def code(work):\n    raise NotOnThisMachine("no GPU")\n    yield\
         ({"check.py": None}, ("check", "demo"), 2, "no exercise is called 'demo'"),
     ],
 )
-def test_what_cannot_be_done_is_one_message(
-    changes: dict[str, tuple[str, str] | None],
-    words: tuple[str, ...],
-    status: int,
-    message: str,
-    typed: Callable[..., Any],
-    demo: Path,
-) -> None:
+def test_what_cannot_be_done_is_one_message(changes, words, status, message, typed, demo) -> None:
     write(demo)
     for name, change in changes.items():
         text = (demo / name).read_text(encoding="utf-8")
@@ -202,8 +159,6 @@ def test_what_cannot_be_done_is_one_message(
     found, text = typed(*words)
     assert found == status and message in text
 
-
-# --- broken files of a participant's -------------------------------------------------------------
 
 BROKEN = {
     "syntax": ("def double(x)\n    return x\n", "mine.py, line 1 is no Python: expected ':'"),
@@ -222,9 +177,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_code_is_named_with_its_line(
-    name: str, demo: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_code_is_named_with_its_line(name, demo, monkeypatch) -> None:
     code, message = BROKEN[name]
     write(demo)
     (demo / "mine.py").write_bytes(code.encode("utf-8", errors="surrogateescape"))
@@ -232,15 +185,6 @@ def test_broken_code_is_named_with_its_line(
     items = list(runner.check_here(Work(demo)))
     assert message in red(items)
     assert [item.ok for item in items] == [False, True, True]
-
-
-def test_the_innermost_line_of_a_wrapped_error_has_the_blame(demo: Path) -> None:
-    code = "def inner(x):\n    return x.nowhere\n\ndef double(x):\n"
-    code += "    try:\n        return inner(x)\n"
-    code += "    except AttributeError as error:\n        raise ValueError('wrapped') from error\n"
-    write(demo, mine=code)
-    items = list(Work(demo).each(frame.import_file(demo / "check.py").code))
-    assert "mine.py, line 2, in inner: AttributeError" in red(items)
 
 
 ENDED = {
@@ -271,9 +215,7 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("name", FLOODS)
-def test_what_a_loop_may_write_is_limited(
-    name: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_loop_may_write_is_limited(name, demo, tmp_path, monkeypatch) -> None:
     if "wrote" in FLOODS[name][1] and not Path("/proc/self/io").is_file():
         pytest.skip("only Linux counts what a process has written")
     monkeypatch.setattr(runner, "_MOST_WRITTEN", 50 * 10**6)
@@ -288,7 +230,7 @@ def test_what_a_loop_may_write_is_limited(
 
 
 @pytest.mark.parametrize("name", ENDED)
-def test_code_that_ends_python_or_never_ends(name: str, demo: Path) -> None:
+def test_code_that_ends_python_or_never_ends(name, demo) -> None:
     code, message = ENDED[name]
     write(demo, mine=code)
     for limit_s in (4, 40, 400) if name == "a loop" else (HANGS_S,):
@@ -313,28 +255,13 @@ def test_code_that_ends_python_or_never_ends(name: str, demo: Path) -> None:
         ("\udcff", "it is not in UTF-8"),
     ],
 )
-def test_broken_answers_are_named_with_their_line(text: str, message: str, demo: Path) -> None:
+def test_broken_answers_are_named_with_their_line(text, message, demo) -> None:
     write(demo)
     (demo / "my_answers.toml").write_bytes(text.encode("utf-8", errors="surrogateescape"))
     check = frame.import_file(demo / "check.py")
     items = list(Work(demo).each(check.time, check.cause))
     assert message in red(items)
     assert len({item.what for item in items}) == len(items)  # each is named once
-
-
-def test_answers_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "my_answers.toml"
-    path.write_text('a = 3\nb = " two "\nc = [1]\nd = nan\ne = "  "\nf = []\n')
-    answers = Answers(path)
-    assert isinstance(answers.number("a"), float)
-    assert (answers.number("a"), answers.text("b"), answers["c"]) == (3.0, "two", [1])
-    assert answers.choice("b", ("One", "Two")) == "Two"
-    for key in "def":
-        with pytest.raises(Unanswered, match=key):
-            answers[key]
-
-
-# --- comparing -----------------------------------------------------------------------------------
 
 
 def test_the_first_wrong_element_is_shown_beside_the_right_one() -> None:
@@ -370,9 +297,7 @@ INFINITE = ZERO_IN.where(ZERO_IN != 0, float("-inf"))
         (torch.tensor(3), torch.tensor(2), 0, False),
     ],
 )
-def test_rounding_is_no_difference(
-    yours: torch.Tensor, right: torch.Tensor, limit: float, ok: bool
-) -> None:
+def test_rounding_is_no_difference(yours, right, limit, ok) -> None:
     assert first_difference(yours, right, what="out", limit=limit).ok == ok
 
 
@@ -383,33 +308,7 @@ def test_a_prediction_is_never_red() -> None:
     assert "off by 4" in prediction("t", 0, 4, "%", why="W.").why
 
 
-@pytest.mark.parametrize(
-    ("yours", "ok", "why"),
-    [
-        (4.05, True, "4 ms"),
-        (8, False, "yours, 8 ms, is 2 times too high\nH."),
-        (3.8, False, "yours, 3.8 ms, is 5% too low"),
-        (8000, False, "2,000 times too high"),
-        (-1, False, "off by 5"),
-        (40.4, False, "yours, 40.4 ms: a factor of ten"),
-    ],
-)
-def test_a_finding_is_red_where_the_results_say_otherwise(
-    yours: float, ok: bool, why: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "my_answers.toml"
-    path.write_text(f"t = {yours}\n")
-    question = Found(
-        "t", "time", "ms", lambda m: m, "H.", slips=lambda m: [(10 * m, "a factor of ten")]
-    )
-    item = question.item(Answers(path), 4.0)
-    assert item.ok == ok and why in item.why
-
-
-# --- progress ------------------------------------------------------------------------------------
-
-
-def test_progress_is_kept_and_a_broken_file_is_named(tmp_path: Path) -> None:
+def test_progress_is_kept_and_a_broken_file_is_named(tmp_path) -> None:
     progress = Progress(tmp_path)
     progress.checked("a", 2, 3)
     progress.hinted("a")
@@ -424,19 +323,7 @@ def test_progress_is_kept_and_a_broken_file_is_named(tmp_path: Path) -> None:
             Progress(tmp_path)
 
 
-def test_next_is_the_open_exercise_behind_the_one_that_passed(tmp_path: Path) -> None:
-    (sheets, _), progress = sheet.read_all(), Progress(tmp_path)
-    first, second, third, *_, last = (one.name for one in sheets)
-
-    def follows(behind: str = "") -> str:
-        return terminal.what_comes_next(sheets, progress, behind).plain.split()[1].rstrip(",")
-
-    assert follows() == first and follows(second) == third and follows(last) == first
-    progress.checked(third, 1, 1)
-    assert follows(second) not in (first, second, third)
-
-
-def test_own_results_are_found_newest_first_and_reference_ones_are_not(tmp_path: Path) -> None:
+def test_own_results_are_found_newest_first_and_reference_ones_are_not(tmp_path) -> None:
     content = stored_runs.reference()
     for name, created in (("old", "2030-01-01"), ("new", "2030-01-02")):
         stored_runs.write(tmp_path, content, name, created=created, session=name)
@@ -450,93 +337,25 @@ def test_own_results_are_found_newest_first_and_reference_ones_are_not(tmp_path:
     assert work.profile("v1") is None
 
 
-def test_own_runs_of_a_lab_are_found_newest_first(tmp_path: Path) -> None:
-    def store(lab: str, created: str, **changes: Any) -> None:
-        run = dataclasses.replace(LAB_RUN, lab=lab, created=created, **changes)
-        records.add(run, tmp_path / lab)
-
-    store("a_lab", "2030-01-01", options={"precision": "fp32"})
-    store("a_lab", "2030-01-02", options={"precision": "bf16", "batch_size": 4})
-    store("a_lab", "2030-01-03", status="interrupted")
-    store("b_lab", "2030-01-04")
-    broken = tmp_path / "a_lab" / "runs" / "broken.jsonl"
-    broken.write_text("{")
-    work = Work(tmp_path, results=tmp_path)
-    assert [run.created for run in work.lab_runs("a_lab")] == ["2030-01-02", "2030-01-01"]
-    assert [run.created for run in work.lab_runs("a_lab", precision="fp32")] == ["2030-01-01"]
-    assert len(work.lab_runs("a_lab", status="interrupted")) == 1
-    assert work.lab_runs("a_lab", device="gpu") == work.lab_runs("c_lab") == []
-
-
-def test_exercises_of_labs_are_found(demo: Path) -> None:
-    write(demo)
-    text = SHEET.replace("session 1", "lab")
-    folder = demo.parents[2] / "labs" / "a_lab" / "exercises" / "of_a_lab"
-    shutil.copytree(demo, folder)
-    (folder / "README.md").write_text(text, encoding="utf-8")
-    found, problems = sheet.read_all(demo.parents[2])
-    assert not problems and [one.when for one in found] == ["session 1", "lab"]
-    assert "of_a_lab" in index.tables(found, demo.parents[2])
-
-
-@pytest.mark.parametrize(
-    "missing", [NotOnThisMachine("no GPU"), ModuleNotFoundError("gone", name="triton")]
-)
-def test_what_the_machine_does_not_have_ends_a_check(missing: Exception, tmp_path: Path) -> None:
-    def part(work: Work) -> Iterator[Item]:
-        yield Item(True, "so far")
-        raise missing
-
-    with pytest.raises(NotOnThisMachine):
-        list(Work(tmp_path).each(part))
-
-
-def test_a_check_that_cannot_be_imported_is_named(demo: Path) -> None:
+def test_a_check_that_cannot_be_imported_is_named(demo) -> None:
     write(demo)
     (demo / "check.py").write_text("import nowhere\n", encoding="utf-8")
     outcome = runner.run(demo, results=demo, limit_s=HANGS_S)
     assert "ModuleNotFoundError: No module named 'nowhere' (check.py, line 1)" in red(outcome.items)
 
 
-# --- the sheets ----------------------------------------------------------------------------------
-
-SECTIONS = (
-    "The question",
-    "Afterwards you can",
-    "Predict first",
-    "Do it",
-    "Write down",
-    "Hints",
-    "Read on",
-)
-
-
-def test_the_sessions_minutes_are_those_of_their_sheets() -> None:
-    sheets, problems = sheet.read_all()
-    assert not problems
-    assert [one.name for one in sheets if one.session != sheet.LAB] == sheet.ORDER
-    for session, minutes in sheet.SESSION_MINUTES.items():
-        assert sum(one.minutes for one in sheets if one.session == session) == minutes
-
-
 @pytest.mark.parametrize("folder", sheet.folders(), ids=lambda folder: folder.name)
-def test_every_sheet_is_whole(folder: Path) -> None:
+def test_every_sheet_is_whole(folder) -> None:
     text = (folder / "README.md").read_text(encoding="utf-8")
-    assert re.findall(r"(?m)^## (.+)$", text) == list(SECTIONS)
     assert len(sheet.read(folder).hints) >= 2
     assert any((folder / given).is_file() for given in frame.COPIES)
-    for link in re.findall(r"\]\(([^)#:]+)", text):
-        assert (folder / link).exists(), link
     assert f"check {folder.name}" in text
-
-
-# --- V1's exercises ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "name", ["baseline_analysis", "memory_analysis", "bottleneck_identification"]
 )
-def test_the_empty_answers_fail_and_the_solution_passes(name: str, tmp_path: Path) -> None:
+def test_the_empty_answers_fail_and_the_solution_passes(name, tmp_path) -> None:
     unanswered(name, results=solution(name)["results"])
     assert not red(checked(name, **solution(name)))
     nothing_measured = checked(name, answers=solution(name)["answers"], results=tmp_path)
@@ -565,14 +384,12 @@ def test_the_empty_answers_fail_and_the_solution_passes(name: str, tmp_path: Pat
         ("bottleneck_identification", "idle_percent", 40, "0 without a GPU"),
     ],
 )
-def test_a_wrong_answer_of_v1s_fails(
-    name: str, key: str, value: Any, message: str, tmp_path: Path
-) -> None:
+def test_a_wrong_answer_of_v1s_fails(name, key, value, message, tmp_path) -> None:
     results = solution(name)["results"]
     assert message in only_fault(name, tmp_path, {key: value}, results=results)
 
 
-def test_the_baseline_of_a_gpu_with_launches(tmp_path: Path) -> None:
+def test_the_baseline_of_a_gpu_with_launches(tmp_path) -> None:
     """Twice the batch hardly takes longer there, and two runs may differ by more than 1.05x."""
     run = stored_runs.reference()
     times = [20.0] * len(run["step_ms"])
@@ -599,12 +416,6 @@ def test_the_baseline_of_a_gpu_with_launches(tmp_path: Path) -> None:
     later = {"session": "z", "created": "z"}
     stored_runs.write(tmp_path, run, "repeat", **ungated, **later)
     assert not red(checked("baseline_analysis", answers=answers, results=tmp_path))
-    answers = with_answers(
-        "baseline_analysis", tmp_path, **found | {"one_version_shows_1_05": "no"}
-    )
-    assert "differ by a factor of 1.100" in red(
-        checked("baseline_analysis", answers=answers, results=tmp_path)
-    )
     # A machine that was busier in one of two runs shows nothing, and either answer is right.
     slow = {"config_name": "custom", "batch_size": 16, "peak_tflops": 0.7 * run["peak_tflops"]}
     stored_runs.write(tmp_path, run, "d", session="zz", created="zz", **slow)
@@ -615,7 +426,7 @@ def test_the_baseline_of_a_gpu_with_launches(tmp_path: Path) -> None:
         assert judged.ok and "busier in one of the two runs" in judged.why
 
 
-def test_the_bottleneck_of_a_gpu(tmp_path: Path) -> None:
+def test_the_bottleneck_of_a_gpu(tmp_path) -> None:
     """Idle time counts: products that are twice as fast win less than their share says."""
     recorded = stored_runs.REFERENCE / "nvidia_h200" / "profiles" / "v1" / "pytorch_profiler"
     for tool in ("pytorch_profiler", "batch_1"):

@@ -4,12 +4,9 @@ import contextlib
 import dataclasses
 import json
 import re
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import HANGS_S
 from exercise_cases import (
     FOLDERS,
     ROOT,
@@ -27,7 +24,7 @@ from exercise_cases import (
 pytest.importorskip("triton")
 
 from workshop import records
-from workshop.exercises import frame, runner
+from workshop.exercises import frame
 from workshop.exercises.frame import Item, Work
 from workshop.kernels import inspect as inspection
 from workshop.labs import LabRun
@@ -40,18 +37,11 @@ def green(items: list[Item]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CODING)
-def test_an_untouched_starter_fails_and_the_solution_passes(name: str) -> None:
+def test_an_untouched_starter_fails_and_the_solution_passes(name) -> None:
     items = checked(name, mine=FOLDERS[name] / frame.STARTER)
     assert len(green(items)) == 1 and green(items)[0].startswith("mine.py can be imported")
     assert "not written yet: starter.py, line" in red(items)
     assert not red(checked(name, **solution(name)))
-
-
-@pytest.mark.slow
-def test_the_solution_passes_as_a_participant_checks_it() -> None:
-    for name in CODING:
-        outcome = runner.run(FOLDERS[name], mine=solution(name)["mine"], limit_s=HANGS_S)
-        assert outcome.passed, red(outcome.items)
 
 
 COMPILE = """
@@ -73,9 +63,7 @@ print([launch.error or launch.kernel for launch in launches if launch.error or l
 
 
 @pytest.mark.parametrize("chip", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
-def test_the_solutions_compile_for_a_gpu(
-    chip: str, type_command: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_the_solutions_compile_for_a_gpu(chip, type_command) -> None:
     solutions = [SOLUTIONS / name / frame.MINE for name in CODING]
     answer = type_command("python", "-c", COMPILE, chip, *solutions, TRITON_INTERPRET="0")
     assert answer.returncode == 0, answer.stderr
@@ -137,7 +125,7 @@ SEEN = {
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, whose numbers overflow
 @pytest.mark.parametrize("mistake", SEEN)
-def test_a_mistake_in_a_first_kernel_is_shown(mistake: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_first_kernel_is_shown(mistake, tmp_path) -> None:
     old, new, message = SEEN[mistake]
     wrong = red(checked("triton_basics", mine=changed("triton_basics", tmp_path, {old: new})))
     assert re.search(message, wrong), wrong
@@ -146,7 +134,7 @@ def test_a_mistake_in_a_first_kernel_is_shown(mistake: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_kernels_that_are_right_on_a_gpu_are_run_in_the_interpreter_too(
-    masked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    masked, tmp_path, monkeypatch
 ) -> None:
     """The interpreter alone sees the loads; here the first run's are not looked at."""
     check = loaded("triton_basics")
@@ -208,7 +196,7 @@ WRONG = {
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("mistake", WRONG)
-def test_a_wrong_backward_pass_is_shown(mistake: str, tmp_path: Path) -> None:
+def test_a_wrong_backward_pass_is_shown(mistake, tmp_path) -> None:
     old, new, message = WRONG[mistake]
     wrong = red(checked("custom_kernels", mine=changed("custom_kernels", tmp_path, {old: new})))
     assert re.search(message, wrong), wrong
@@ -220,11 +208,11 @@ def test_a_wrong_backward_pass_is_shown(mistake: str, tmp_path: Path) -> None:
 def compiled(target: str, kernel: str, used_by: str, **more: object) -> inspection.Kernel:
     """As workshop.kernels.inspect found it with Triton 3.7."""
     spills = {"bytes": more.pop("spilled", 0)}
-    return inspection.Kernel(target, kernel, [used_by], spills=spills, **more)  # type: ignore[arg-type]
+    return inspection.Kernel(target, kernel, [used_by], spills=spills, **more)
 
 
 @pytest.fixture
-def inspected(tmp_path: Path) -> Path:
+def inspected(tmp_path) -> Path:
     """A results folder with an inspection in it."""
     norm = ("sm_90", "rms_norm_backward")
     plain = {"ADD": False, "BRANCH": False}
@@ -247,7 +235,7 @@ def tuned(results: Path, **changes: object) -> list[Item]:
     return checked("performance_tuning", answers=answers, results=results)
 
 
-def test_unanswered_questions_are_red_and_the_solution_passes(inspected: Path) -> None:
+def test_unanswered_questions_are_red_and_the_solution_passes(inspected) -> None:
     items = unanswered("performance_tuning", results=inspected)
     assert [item.what for item in items if item.ok] == [items[0].what]
     items = tuned(inspected)
@@ -270,24 +258,13 @@ FINDINGS = {
 }
 
 
-def test_a_wrong_finding_is_red_and_says_where_to_look(inspected: Path) -> None:
+def test_a_wrong_finding_is_red_and_says_where_to_look(inspected) -> None:
     for key, (value, message) in FINDINGS.items():
         text = only_fault("performance_tuning", inspected, {key: value}, results=inspected)
         assert message in " ".join(text.split()), key
 
 
-def test_a_prediction_that_is_off_is_green_and_explained(inspected: Path) -> None:
-    items = tuned(
-        inspected, predicted_waves_56=16, predicted_spiller="none", predicted_closer="fewer"
-    )
-    assert not red(items)
-    why = "\n".join(item.why for item in items)
-    assert "1.78 times too high" in why
-    assert "predicted none, found attention_backward_dk_dv" in why
-    assert "predicted fewer, found fewer" in why
-
-
-def test_ones_own_benchmark_goes_before_the_reference(inspected: Path) -> None:
+def test_ones_own_benchmark_goes_before_the_reference(inspected) -> None:
     def written(sizes: str = "", **ceilings: float | None) -> None:
         """One's own file: the reference's rows, but for some."""
         (path,) = records.files_in(ROOT / "results/reference/nvidia_h200/kernels")
@@ -305,7 +282,7 @@ def test_ones_own_benchmark_goes_before_the_reference(inspected: Path) -> None:
     assert "has no times of rms_norm at 65536 x 2048: run" in red(tuned(inspected))
 
 
-def test_an_inspection_that_is_missing_or_of_other_kernels_is_named(inspected: Path) -> None:
+def test_an_inspection_that_is_missing_or_of_other_kernels_is_named(inspected) -> None:
     path = inspected / "kernels/inspect.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({"kernels": content["kernels"][:2]}), encoding="utf-8")

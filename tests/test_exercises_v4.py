@@ -49,7 +49,7 @@ STEPS = 2
 
 
 @pytest.fixture
-def measured(tmp_path: Path) -> Path:
+def measured(tmp_path) -> Path:
     """A participant's results with the two profiles that the sheet asks for."""
     profile(tmp_path, "eager", compile="none", cuda_graph=False)
     profile(tmp_path, "pytorch_profiler", compile="default", cuda_graph=False)
@@ -73,12 +73,12 @@ def profile(
     (place / "command.txt").write_text("# run_pytorch_profiler.py\n# exit status 0\n")
 
 
-def test_fusion_without_profiles_names_the_missing_one(tmp_path: Path) -> None:
+def test_fusion_without_profiles_names_the_missing_one(tmp_path) -> None:
     items = checked("ultra_fusion", **solution("ultra_fusion"), results=tmp_path)
     assert red(items).startswith("results/profiles/v4/eager is missing")
 
 
-def test_unanswered_questions_of_fusion_are_red_and_the_solution_passes(measured: Path) -> None:
+def test_unanswered_questions_of_fusion_are_red_and_the_solution_passes(measured) -> None:
     assert not any(item.ok for item in unanswered("ultra_fusion", results=measured))
     items = checked("ultra_fusion", **solution("ultra_fusion"), results=measured)
     assert not red(items)
@@ -105,18 +105,8 @@ def test_unanswered_questions_of_fusion_are_red_and_the_solution_passes(measured
         ({"graph_removes": "bytes"}, "the same kernels run on the same tensors"),
     ],
 )
-def test_a_wrong_finding_about_fusion_says_why(
-    answers: dict[str, Any], why: str, measured: Path, tmp_path: Path
-) -> None:
+def test_a_wrong_finding_about_fusion_says_why(answers, why, measured, tmp_path) -> None:
     assert why in only_fault("ultra_fusion", tmp_path, answers, results=measured)
-
-
-def test_a_prediction_about_fusion_that_is_off_is_green(measured: Path, tmp_path: Path) -> None:
-    mine = with_answers("ultra_fusion", tmp_path, products_gone=30)
-    items = checked("ultra_fusion", answers=mine, results=measured)
-    assert not red(items)
-    assert "predicted 30, measured 0" in shown(items)
-    assert "Inductor hands large products to the library" in shown(items)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +121,7 @@ def test_a_prediction_about_fusion_that_is_off_is_green(measured: Path, tmp_path
         ),
     ],
 )
-def test_profiles_of_something_else_are_refused(
-    folder: str, how: dict[str, Any], why: str, measured: Path
-) -> None:
+def test_profiles_of_something_else_are_refused(folder, how, why, measured) -> None:
     profile(measured, folder, **how)
     items = checked("ultra_fusion", **solution("ultra_fusion"), results=measured)
     assert len(items) == 1
@@ -156,7 +144,7 @@ WRONG = """
 
 
 @pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def compiler(tmp_path_factory) -> Iterator[None]:
     """A cache that all tests of this file share, and one worker: its start takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
@@ -166,7 +154,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @needs_triton
 @pytest.mark.slow
-def test_the_starting_tile_is_wrong_on_every_chip(compiler: None) -> None:
+def test_the_starting_tile_is_wrong_on_every_chip(compiler) -> None:
     folder = FOLDERS[REGISTERS]
     items = checked(REGISTERS, mine=folder / frame.STARTER, answers=folder / frame.QUESTIONS)
     assert [item.ok for item in items if item.what.startswith("y is right")] == [True]
@@ -180,7 +168,7 @@ def test_the_starting_tile_is_wrong_on_every_chip(compiler: None) -> None:
 
 @needs_triton
 @pytest.mark.slow
-def test_the_solutions_tiles_pass_beside_the_starting_one(compiler: None) -> None:
+def test_the_solutions_tiles_pass_beside_the_starting_one(compiler) -> None:
     items = checked(REGISTERS, **solution(REGISTERS))
     assert not red(items)
     (chip,) = (item for item in items if item.what.startswith("gfx942"))
@@ -192,7 +180,7 @@ def test_the_solutions_tiles_pass_beside_the_starting_one(compiler: None) -> Non
 
 @needs_triton
 @pytest.mark.slow
-def test_wrong_tiles_say_why(compiler: None, tmp_path: Path) -> None:
+def test_wrong_tiles_say_why(compiler, tmp_path) -> None:
     mine = changed(REGISTERS, tmp_path, {SOLVED: WRONG})
     answers = with_answers(REGISTERS, tmp_path, limit_gfx942="registers", accumulators_sm_90=128)
     items = checked(REGISTERS, mine=mine, answers=answers)
@@ -218,9 +206,7 @@ def test_wrong_tiles_say_why(compiler: None, tmp_path: Path) -> None:
         ("tl.dot(a, b, gates)", "tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), gates)", "are wrong"),
     ],
 )
-def test_a_changed_kernel_that_is_wrong_is_red_at_its_place(
-    right: str, wrong: str, why: str, tmp_path: Path
-) -> None:
+def test_a_changed_kernel_that_is_wrong_is_red_at_its_place(right, wrong, why, tmp_path) -> None:
     mine = changed(REGISTERS, tmp_path, {right: wrong})
     items = list(loaded(REGISTERS)._numbers(Work(FOLDERS[REGISTERS], mine=mine)))
     assert re.search(why, red(items))
@@ -235,7 +221,7 @@ def test_a_changed_kernel_that_is_wrong_is_red_at_its_place(
         ("num_stages=0", "TILES['sm_90'].num_stages must lie between 1 and 8"),
     ],
 )
-def test_a_tile_that_no_kernel_can_have_ends_the_check(tile: str, why: str, tmp_path: Path) -> None:
+def test_a_tile_that_no_kernel_can_have_ends_the_check(tile, why, tmp_path) -> None:
     name = tile.split("=")[0]
     last = SOLVED.splitlines()[-1]
     mine = changed(REGISTERS, tmp_path, {last: re.sub(rf"{name}=\d+", tile, last)})
@@ -250,7 +236,7 @@ DEPLOYMENT = "production_deployment"
 
 
 @pytest.fixture
-def deployed(tmp_path: Path) -> Path:
+def deployed(tmp_path) -> Path:
     """A participant's results with the table that deploy.py writes."""
     times = {"model": (10, 18, 36, 68), "exported": (8, 16, 31, 60)}
     rows = [
@@ -267,7 +253,7 @@ def deployed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_starter_of_deployment_fails(tmp_path: Path) -> None:
+def test_the_starter_of_deployment_fails(tmp_path) -> None:
     folder = FOLDERS[DEPLOYMENT]
     starter, questions = folder / frame.STARTER, folder / frame.QUESTIONS
     items = checked(DEPLOYMENT, mine=starter, answers=questions, results=tmp_path)
@@ -277,7 +263,7 @@ def test_the_starter_of_deployment_fails(tmp_path: Path) -> None:
     assert "latency.json is missing: run deploy.py" in red(items)
 
 
-def test_the_solution_of_deployment_passes(deployed: Path) -> None:
+def test_the_solution_of_deployment_passes(deployed) -> None:
     items = checked(DEPLOYMENT, **solution(DEPLOYMENT), results=deployed)
     assert not red(items)
     assert "the exported program's logits at B, T = (3, 33)" in shown(items)
@@ -342,7 +328,7 @@ WRONG_DEPLOYMENTS: dict[str, tuple[str, dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG_DEPLOYMENTS)
-def test_a_wrong_deployment_says_why(name: str, tmp_path: Path) -> None:
+def test_a_wrong_deployment_says_why(name, tmp_path) -> None:
     part, changes, why = WRONG_DEPLOYMENTS[name]
     work = Work(FOLDERS[DEPLOYMENT], mine=changed(DEPLOYMENT, tmp_path, changes))
     items = list(work.each(getattr(loaded(DEPLOYMENT), part)))
@@ -358,9 +344,7 @@ def test_a_wrong_deployment_says_why(name: str, tmp_path: Path) -> None:
         ({"status_other_device": 0}, "another device: its exit status: you wrote 0"),
     ],
 )
-def test_a_wrong_finding_about_deployment_says_why(
-    answers: dict[str, Any], why: str, deployed: Path, tmp_path: Path
-) -> None:
+def test_a_wrong_finding_about_deployment_says_why(answers, why, deployed, tmp_path) -> None:
     check = loaded(DEPLOYMENT)
     mine = with_answers(DEPLOYMENT, tmp_path, **answers)
     work = Work(FOLDERS[DEPLOYMENT], answers=mine, results=deployed)
@@ -369,9 +353,7 @@ def test_a_wrong_finding_about_deployment_says_why(
     assert why in red(items)
 
 
-def test_a_planted_change_gets_the_verdict_that_the_sheet_asks_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_planted_change_gets_the_verdict_that_the_sheet_asks_for(tmp_path, capsys) -> None:
     plant = frame.import_file(FOLDERS[DEPLOYMENT] / "plant_change.py")
     medium = tmp_path / "h200"
     ladder = stored_runs.REFERENCE / "nvidia_h200" / "runs"
@@ -400,13 +382,7 @@ STARTER = (FOLDERS[DEPLOYMENT] / frame.STARTER).read_text(encoding="utf-8")
         (STARTER, r"^error: not written yet: mine.py, line .* save the sizes and the weights$"),
     ],
 )
-def test_deploying_with_a_mistake_is_one_line(
-    mine: str,
-    why: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_deploying_with_a_mistake_is_one_line(mine, why, tmp_path, monkeypatch, capsys) -> None:
     deploy = frame.import_file(FOLDERS[DEPLOYMENT] / "deploy.py")
     (tmp_path / frame.MINE).write_text(mine, encoding="utf-8")
     monkeypatch.setattr(deploy, "HERE", tmp_path)

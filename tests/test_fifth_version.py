@@ -1,5 +1,5 @@
-"""The recipes of docs/development.md, followed in a copy of the repository: a version that all
-tools then use, and a kernel that all tests then see."""
+"""A recipe of docs/development.md, followed in a copy of the repository: a version that all tools
+then use."""
 
 import json
 import re
@@ -7,10 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_compare import NEVER_DISTURBED, ROOT, SHRINK_PRESET, TypeCommand, needs_triton
-
-from workshop.compare.markdown import fill_last_column
-from workshop.exercises import sheet
+from test_compare import NEVER_DISTURBED, ROOT, SHRINK_PRESET
 
 ENTRY = """
         Version(
@@ -60,46 +57,6 @@ print(json.dumps({"gate": gate.failures, "status": status, "reported": reported,
 """
 
 
-# V3's swiglu under another name: what each file of the recipe gets.
-CASES = """def swiglu_cases() -> Iterator[Case]:
-    yield Case("gated", "3x5x152", drawn((3, 5, 152), (3, 5, 152)))
-"""
-BENCHMARK = """def gated(rows: int, width: int) -> Case:
-    return row_case("gated", plain_swiglu, (rows, width), (3, 5), ("gate", "up"), rivals={})
-
-
-OPS = {
-    "gated": Sizes(gated, draw_rows, _SWIGLU, _ODD_ROWS),"""
-KERNEL = {
-    "version3_triton/triton_kernels.py": (
-        "from triton_linear import",
-        "from triton_gated import gated, gated_reference\nfrom triton_linear import",
-    ),
-    "tests/kernel_cases.py": ("def swiglu_cases() -> Iterator[Case]:\n", CASES),
-    "tests/test_kernel_faults.py": (
-        "FAULTS = {",
-        'FAULTS = {"gated": ("gated-3x5x152", "tl.sigmoid(gate) * up)", "gate * up)"),',
-    ),
-    "workshop/kernels/cases.py": ("OPS = {", BENCHMARK),
-    "tests/test_benchmark_kernels.py": (
-        "WORK = [",
-        'WORK = [("gated", (64, 32), 2, GBS, {FORWARD: 12288, BACKWARD: 20480}),',
-    ),
-    "workshop/kernels/inspect.py": (
-        '"swiglu": lambda',
-        '"gated": lambda: ops.gated(gate, up),\n        "swiglu": lambda',
-    ),
-}
-
-
-def recipe(what: str) -> str:
-    """The lines of docs/development.md below the heading."""
-    page = (ROOT / "docs" / "development.md").read_text(encoding="utf-8")
-    found = re.search(rf"^### {what}\n(.*?)(?=^##)", page, re.MULTILINE | re.DOTALL)
-    assert found is not None, what
-    return found[1]
-
-
 def copy_checkout(folder: Path) -> Path:
     """The repository with its links, without results of this machine."""
 
@@ -119,55 +76,12 @@ def replace(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1), encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "what", ["A version", "A kernel", "A profiler", "An exercise", "A slide", "A lab"]
-)
-def test_a_recipe_has_at_most_six_lines(what: str) -> None:
-    numbers = re.findall(r"^(\d+)\. ", recipe(what), re.MULTILINE)
-    assert numbers == [str(i + 1) for i in range(len(numbers))] and 0 < len(numbers) <= 6
-
-
-def test_an_empty_block_is_no_table_to_fill() -> None:
-    rows = "| idea | gain |\n| --- | --- |\n| one | - |\n| two | - |"
-    cells = {"| one | - |": "2x"}
-    assert fill_last_column(f"\n{rows}\nolder words", cells.get) == rows.replace("e | -", "e | 2x")
-    assert fill_last_column("\n", cells.get) == ""
-
-
-def test_two_exercises_of_one_name_are_told(tmp_path: Path) -> None:
-    for version in ("version1_a", "version2_b"):
-        folder = tmp_path / version / "exercises" / "first"
-        folder.mkdir(parents=True)
-        (folder / "README.md").write_text(f"# First\n\n{sheet._FORM}\n")
-        (folder / "check.py").touch()
-    _, problems = sheet.read_all(tmp_path)
-    assert [problem.endswith(": two exercises of one name") for problem in problems] == [True]
-
-
 @pytest.mark.slow
-@needs_triton
-def test_a_kernel_goes_where_its_recipe_says(type_command: TypeCommand, tmp_path: Path) -> None:
-    code, page = copy_checkout(tmp_path / "code"), recipe("A kernel").replace("NAME", "gated")
-    kernel, *others = re.findall(r"`((?:version3_triton|tests|workshop)/\w+[\w/]*\.py)`", page)
-    assert sorted(others) == sorted(KERNEL)
-    text = (code / "version3_triton" / "triton_swiglu.py").read_text()
-    (code / kernel).write_text(text.replace("swiglu", "gated"))
-    for name, change in KERNEL.items():
-        replace(code / name, *change)
-    tests, inspection = re.findall(r"`(python -m [^`]+)`", page)
-    for words in (f"{tests} -q -k gated", f"{inspection} --target sm_90 --precision bf16"):
-        done = type_command(
-            *words.split(), folder=code, PYTHONPATH=str(code), TRITON_CACHE_DIR=str(tmp_path)
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "gated_backward" in done.stdout or re.search(r"\b[5-9] passed", done.stdout)
-
-
-@pytest.mark.slow
-def test_a_fifth_version_needs_no_other_change(type_command: TypeCommand, tmp_path: Path) -> None:
-    code, page = copy_checkout(tmp_path / "code"), recipe("A version").replace("NAME", "copy")
+def test_a_fifth_version_needs_no_other_change(type_command, tmp_path) -> None:
+    code, page = copy_checkout(tmp_path / "code"), (ROOT / "docs" / "development.md").read_text()
+    recipe = page.partition("### A version\n")[2].partition("\n##")[0].replace("NAME", "copy")
     replace(code / "workshop/run/presets.py", *SHRINK_PRESET)
-    commands = re.findall(r"`((?:mkdir|mv) [^`]+)`", page)
+    commands = re.findall(r"`((?:mkdir|mv) [^`]+)`", recipe)
     done = type_command("bash", "-c", " && ".join(commands), folder=code)
     assert (len(commands), done.returncode) == (2, 0), done.stderr
     replace(code / "workshop/versions.py", "\n    )\n}\n\nPEERS", ENTRY)

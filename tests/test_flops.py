@@ -27,7 +27,7 @@ def test_pytorchs_counter_agrees_on_v1(odd_config) -> None:
 
 
 @pytest.mark.parametrize("key", versions.available())
-def test_parameters_are_counted_as_the_models_have_them(key: str, odd_config) -> None:
+def test_parameters_are_counted_as_the_models_have_them(key, odd_config) -> None:
     model = versions.load(key).TinyLlama(odd_config)
     assert flops.parameter_count(odd_config) == sum(p.numel() for p in model.parameters())
 
@@ -35,7 +35,7 @@ def test_parameters_are_counted_as_the_models_have_them(key: str, odd_config) ->
 @pytest.mark.parametrize(
     ("preset", "millions", "tflop"), [("small", 31.98, 0.1996), ("medium", 189.79, 9.637)]
 )
-def test_totals_of_the_presets(preset: str, millions: float, tflop: float) -> None:
+def test_totals_of_the_presets(preset, millions, tflop) -> None:
     shape = PRESETS[preset]
     assert flops.parameter_count(sizes(preset)) / 1e6 == pytest.approx(millions, abs=0.01)
     step = flops.step_flops(sizes(preset), shape.batch_size, shape.seq_len)

@@ -58,9 +58,7 @@ def watched(total: int, scales: dict[int, float], first: int = 0) -> list[int]:
     ],
     ids=("other steps", "other losses", "no state", "interrupted"),
 )
-def test_a_run_that_shows_no_steps_is_not_looked_at(
-    changes: dict[str, Any], shown: Message, said: str
-) -> None:
+def test_a_run_that_shows_no_steps_is_not_looked_at(changes, shown, said) -> None:
     watch = Watch(SGD, SHAPES, random.SystemRandom(), 5)
     if "losses" in said:
         watch.take({"losses": torch.ones(1)})
@@ -118,19 +116,17 @@ def audited(spoil: Callable[[Tensor], Tensor], plain_loses: float) -> list[str]:
     ],
     ids=("true", "missing", "missing, and rounding is large", "uphill", "NaN"),
 )
-def test_one_weight_s_gradient_is_found_however_little_it_counts(
-    spoil: Callable[[Tensor], Tensor], plain_loses: float, said: str
-) -> None:
+def test_one_weight_s_gradient_is_found_however_little_it_counts(spoil, plain_loses, said) -> None:
     failures = audited(spoil, plain_loses)
     assert any(said in failure for failure in failures) if said else not failures
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_the_update_is_pytorchs(nesterov: bool) -> None:
+def test_the_update_is_pytorchs(nesterov) -> None:
     torch.manual_seed(0)
     model = nn.Linear(30, 20)
     settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
-    optimizer = torch.optim.SGD(model.parameters(), **settings)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), **settings)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     right = Sgd(0.9, lambda number: 0.1, weight_decay=0.01, nesterov=nesterov)
     rules = [right, dataclasses.replace(right, rate=lambda number: 0.1001),

@@ -77,7 +77,7 @@ def check(key: str, sizes: dict[str, int], precision: str, seed: int, build=None
 
 @pytest.mark.parametrize("name", WIDE)
 @pytest.mark.parametrize("key", versions.available())
-def test_the_gate_raises_no_false_alarm_across_wide_models(key: str, name: str) -> None:
+def test_the_gate_raises_no_false_alarm_across_wide_models(key, name) -> None:
     """Where training amplified roundings, if the learning rate did not fall with the width."""
     sizes, seq_len = WIDE[name]
     for seed in range(3):
@@ -91,7 +91,7 @@ def test_the_gate_raises_no_false_alarm_across_wide_models(key: str, name: str) 
     ("precision", "seeds"), [("bf16", 20), ("fp32", 5), ("tf32", 5), ("fp16", 5)]
 )
 @pytest.mark.parametrize("key", versions.available())
-def test_the_gate_raises_no_false_alarm(key: str, precision: str, seeds: int) -> None:
+def test_the_gate_raises_no_false_alarm(key, precision, seeds) -> None:
     sizes = presets.get_preset("tiny").model() | {"num_layers": 2}
     alarms, closest = [], 0.0
     for seed in range(seeds):
@@ -104,7 +104,7 @@ def test_the_gate_raises_no_false_alarm(key: str, precision: str, seeds: int) ->
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_the_gate_passes_v4_as_it_is_timed_compiled_and_captured(precision: str) -> None:
+def test_the_gate_passes_v4_as_it_is_timed_compiled_and_captured(precision) -> None:
     def build(config: object) -> torch.nn.Module:
         model = versions.load("v4").TinyLlama(config)
         model.compile(dynamic=False)
@@ -118,7 +118,7 @@ def test_the_gate_passes_v4_as_it_is_timed_compiled_and_captured(precision: str)
 
 
 @pytest.mark.parametrize("key", ["v1", "v3", "v4"])
-def test_a_captured_step_trains_as_the_eager_one(key: str) -> None:
+def test_a_captured_step_trains_as_the_eager_one(key) -> None:
     curves = []
     for cuda_graph in (False, True):
         module, model = make(key, "tiny")
@@ -137,7 +137,7 @@ def test_a_captured_step_trains_as_the_eager_one(key: str) -> None:
 
 @pytest.mark.skipif(not triton_linear.has_wide_products(), reason="PyTorch below 2.8, or ROCm")
 @pytest.mark.parametrize("key", ["v3", "v4"])
-def test_the_gradients_of_weights_are_not_rounded(key: str) -> None:
+def test_the_gradients_of_weights_are_not_rounded(key) -> None:
     """At bf16 V2's pass through bf16, and so lie on its grid; V3's and V4's do not."""
     off_grid = {}
     for version in ("v2", key):
@@ -259,7 +259,7 @@ def harness_loop(module, model, batches: torch.Tensor, *, graph: bool) -> Callab
 
 @pytest.mark.parametrize(("key", "compiled"), [("v1", False), ("v2", False), ("v4", True)])
 def test_the_harness_costs_under_1_percent_of_a_medium_step(
-    key: str, compiled: bool, tmp_path, request
+    key, compiled, tmp_path, request
 ) -> None:
     batches = text("medium", 20)
     times: dict[str, list[float]] = {"bare": [], "harness": []}
@@ -315,7 +315,7 @@ REAL_SIZES = {
 
 @pytest.mark.parametrize("op", REAL_SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_kernels_at_real_sizes(op: str, dtype: torch.dtype) -> None:
+def test_kernels_at_real_sizes(op, dtype) -> None:
     torch.manual_seed(0)
     make, fixed = REAL_SIZES[op]
     # The fp32 sums of large sizes differ in their order from the plain version's.
@@ -323,7 +323,7 @@ def test_kernels_at_real_sizes(op: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_of_many_widths(dtype: torch.dtype) -> None:
+def test_norms_of_many_widths(dtype) -> None:
     """Every row of the tiles' table, each program with several turns; rows that vectors of 16 bytes
     fit and don't."""
     torch.manual_seed(0)
@@ -350,7 +350,7 @@ HOPPER_HEADS = (  # every configuration of `triton_attention_hopper`; T cuts a b
 
 @pytest.mark.parametrize(("B", "H", "K", "T", "D"), HOPPER_HEADS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attention_on_hopper(B: int, H: int, K: int, T: int, D: int, dtype: torch.dtype) -> None:
+def test_attention_on_hopper(B, H, K, T, D, dtype) -> None:
     hopper = sys.modules["triton_attention"].hopper
     if hopper is None or torch.cuda.get_device_capability(GPU) != (9, 0):
         pytest.skip("needs a Hopper GPU and Triton 3.6")
@@ -401,7 +401,7 @@ def test_every_kernel_can_be_captured_and_replayed_on_new_data() -> None:
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_compute_sanitizer_finds_nothing(tool: str, type_command) -> None:
+def test_compute_sanitizer_finds_nothing(tool, type_command) -> None:
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("no compute-sanitizer here")
     run = type_command(

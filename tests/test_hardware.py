@@ -1,29 +1,22 @@
 """The table of chips: which name finds which data sheet, and that its figures make sense."""
 
 import pytest
-import torch
 
-from workshop.run import chips, hardware
+from workshop.run import chips
 
 NAMES = {
     "NVIDIA H200": "H200 SXM",
     "NVIDIA H200 NVL": "H200 NVL",
     "NVIDIA H100 80GB HBM3": "H100 SXM",
-    "NVIDIA H100 PCIe": "H100 PCIe",
     "NVIDIA GH200 480GB": "GH200 HBM3",
     "NVIDIA GH200 144G HBM3e": "GH200 HBM3e",
     "NVIDIA B200": "B200",
-    "NVIDIA GB200": "GB200",
     "NVIDIA A100-SXM4-80GB": "A100 80GB",
     "NVIDIA A100 80GB PCIe": "A100 80GB PCIe",
-    "NVIDIA A100-SXM4-40GB": "A100 40GB",
-    "NVIDIA L4": "L4",
     "NVIDIA L40S": "L40S",
     "Tesla V100-SXM2-32GB": "V100 SXM2",
-    "Tesla T4": "T4",
     "NVIDIA GeForce RTX 4090": "RTX 4090",
     "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
-    "AMD Instinct MI355X": "MI355X",
     "AMD Instinct MI300X": "MI300X",
     "MI300X_A1 (gfx942)": "MI300X",
     "AMD Instinct MI250X": "MI250X, one of its two dies",
@@ -37,9 +30,7 @@ NAMES = {
 NOT_LISTED = (
     "NVIDIA H20",
     "NVIDIA GeForce RTX 4090 Laptop GPU",
-    "NVIDIA GeForce RTX 4080 SUPER",
     "NVIDIA GeForce RTX 3090 Ti",
-    "NVIDIA A10G",
     "NVIDIA L40",
     "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
     "AMD Radeon RX 9070",
@@ -49,18 +40,18 @@ NOT_LISTED = (
 
 
 @pytest.mark.parametrize(("name", "chip"), NAMES.items())
-def test_a_name_finds_its_chip(name: str, chip: str) -> None:
+def test_a_name_finds_its_chip(name, chip) -> None:
     peaks = chips.find_peaks(name)
     assert peaks is not None and peaks.chip == chip
 
 
 @pytest.mark.parametrize("name", NOT_LISTED)
-def test_no_guess_is_made(name: str) -> None:
+def test_no_guess_is_made(name) -> None:
     assert chips.find_peaks(name) is None
 
 
 @pytest.mark.parametrize("chip", chips.names())
-def test_a_data_sheet_makes_sense(chip: str) -> None:
+def test_a_data_sheet_makes_sense(chip) -> None:
     peaks = chips.find_peaks(chip)
     assert peaks is not None and peaks.chip == chip, "its own name must find it"
     rates = list(peaks.tflops.values())  # fp32 first
@@ -89,15 +80,9 @@ def test_a_data_sheet_makes_sense(chip: str) -> None:
         ("RTX 4090", [82.6, 82.6, 165.2, 330.3, 1008.0]),
     ],
 )
-def test_the_figures_are_the_data_sheets(chip: str, figures: list[float | None]) -> None:
+def test_the_figures_are_the_data_sheets(chip, figures) -> None:
     """Dense ones: a sparse figure in their place would double every ceiling."""
     peaks = chips.find_peaks(chip)
     assert peaks is not None
     rates = [peaks.tflops.get(name) for name in ("fp32", "tf32", "bf16", "fp8")]
     assert [*rates, peaks.bandwidth_gbs] == figures
-
-
-def test_the_cpu_describes_itself() -> None:
-    record = hardware.describe(torch.device("cpu"))
-    assert record["type"] == "cpu" and record["name"] and record["peaks_source"] is None
-    assert record["threads"] == torch.get_num_threads()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from test_compare import NO_TRITON, needs_triton
+from test_compare import needs_triton
 
 from workshop.kernels import inspect as tool
 
@@ -112,15 +112,12 @@ def inspect(type_command, tmp_path_factory) -> Callable[[str], Inspection]:
     return run
 
 
-# --- V3's kernels on AMD GPUs -----------------------------------------------------------------
-
-
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("target", AMD)
-def test_every_kernel_compiles_fits_and_spills_nothing_into_memory(inspect, target: str) -> None:
+def test_every_kernel_compiles_fits_and_spills_nothing_into_memory(inspect, target) -> None:
     finished, kernels, asm = inspect("amd")
-    assert finished.returncode in (0, 1), finished.stderr
+    assert (finished.returncode, finished.stderr) == (0, ""), finished.stdout
     compiled = [kernel for kernel in kernels if kernel["target"] == target]
     assert {kernel["kernel"] for kernel in compiled} == LAUNCHED
     for kernel in compiled:
@@ -147,26 +144,6 @@ def test_every_kernel_compiles_fits_and_spills_nothing_into_memory(inspect, targ
     assert 0 < max(kernel["shared_bytes"] for kernel in compiled) <= LDS_KIB[target] * 1024
     steps = {step for kernel in compiled for step in kernel["used_by"]}
     assert steps == {f"{p} {c}" for p in ("bf16", "fp32") for c in ("small", "very_large")}
-
-
-# --- the tool as a user types it --------------------------------------------------------------
-
-
-@needs_triton
-@pytest.mark.slow
-def test_table(inspect) -> None:
-    finished, kernels, _ = inspect("amd")
-    assert finished.returncode == 0, finished.stdout
-    assert finished.stderr == ""
-    tables = re.split(r"^(?=gfx\w+ \()", finished.stdout, flags=re.MULTILINE)[1:]
-    assert [table.split()[0] for table in tables] == list(AMD)
-    for table in tables:
-        lines = table.splitlines()
-        assert {line.strip() for line in lines} >= LAUNCHED
-        assert max(len(line.rstrip()) for line in lines) <= 120
-        assert "32x32x" in table and "bf16 small" in table and "FAULT" not in table
-    verdict = f"{len(kernels)} kernels compile, fit and spill nothing into memory"
-    assert finished.stdout.splitlines()[-1].startswith(verdict)
 
 
 @needs_triton
@@ -221,38 +198,6 @@ def test_kernel_that_spills(inspect) -> None:
 
 @needs_triton
 @pytest.mark.slow
-def test_name_that_no_kernel_has(inspect) -> None:
-    finished, kernels, _ = inspect("nothing")
-    assert (finished.returncode, finished.stdout, kernels) == (2, "", [])
-    assert re.fullmatch(r"error: --kernel no_such: .*attention_forward.*\n", finished.stderr)
-
-
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        ("--target gfx942 gfx1100", "unknown target 'gfx1100': choose from gfx90a, gfx942, "),
-        ("--config giant", "unknown preset 'giant': choose from tiny, "),
-        ("--precision int8", "unknown precision 'int8': choose from fp32, "),
-        ("--json /proc/there/kernels.json", "/proc/there can't be written"),
-    ],
-)
-@needs_triton
-def test_wrong_usage(capsys, words: str, answer: str) -> None:
-    assert tool.main(words.split()) == 2
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert error.startswith("error: ") and error.count("\n") == 1 and answer in error
-
-
-def test_without_triton(type_command, tmp_path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(NO_TRITON)
-    finished = type_command("python", *TOOL, PYTHONPATH=str(tmp_path))
-    assert finished.returncode == 77
-    assert re.fullmatch(r"error: triton is missing.*\n", finished.stderr)
-
-
-@needs_triton
-@pytest.mark.slow
 def test_kernels_compile_where_triton_has_no_early_launches(type_command, tmp_path) -> None:
     (tmp_path / "sitecustomize.py").write_text(OLD_TRITON)
     words = (*TOOL, "--target", "sm_90", "--kernel", "rope", "--config", "small")
@@ -263,9 +208,6 @@ def test_kernels_compile_where_triton_has_no_early_launches(type_command, tmp_pa
         TRITON_CACHE_DIR=str(tmp_path / "cache"),
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
-
-
-# --- its arithmetic ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,13 @@ from stored_runs import lab_run
 from test_results import make_result
 
 from workshop import records
-from workshop.gate import audit, parity
-from workshop.judge import judge, studies, wire
+from workshop.judge import judge, studies
 from workshop.judge.pipe import Closed, Pipe
 from workshop.judge.plans import Plan, record
 from workshop.judge.process import SECONDS_TO_STOP, Process
 from workshop.labs import LabRun
 from workshop.results import RunResult
 from workshop.versions import ROOT
-
-# --- messages -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -38,7 +35,7 @@ def ends() -> Iterator[tuple[Pipe, int]]:
         yield pipe, write
 
 
-def test_what_is_sent_is_what_is_received(ends: tuple[Pipe, int]) -> None:
+def test_what_is_sent_is_what_is_received(ends) -> None:
     receiver, write = ends
     tensors = {"a": torch.randn(3, 4).double(), "b": torch.tensor(7), "none": torch.empty(0, 2)}
     with Pipe(os.open(os.devnull, os.O_RDONLY), write) as sender:
@@ -73,15 +70,13 @@ HEAD = b'{"kind": "x", "values": {}, "tensors": {"a": %s}}\n'
     ],
     ids=lambda content: repr(content[:60]),
 )
-def test_what_is_no_message_is_no_answer(content: bytes, ends: tuple[Pipe, int]) -> None:
+def test_what_is_no_message_is_no_answer(content, ends) -> None:
     pipe, write = ends
     os.write(write, content)
     os.close(write)
     with pytest.raises(Closed):
         pipe.receive()
 
-
-# --- processes ----------------------------------------------------------------------------------
 
 TALK = """
 import json, os, sys
@@ -105,9 +100,7 @@ READY = b'{"kind": "ready", "values": {}, "tensors": {}}\n'
         (b"", "sys.exit('error: \\x1b[2Jcleared')", " [2Jcleared"),
     ],
 )
-def test_a_process_answers_or_says_why_not(
-    answer: bytes, rest: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_answers_or_says_why_not(answer, rest, reason, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     heard: list[str] = []
     command = [sys.executable, "-c", TALK.format(answer=answer, rest=rest)]
@@ -121,8 +114,6 @@ def test_a_process_answers_or_says_why_not(
     assert reason in found and found.isprintable()
     assert heard == ["gate: é"]
 
-
-# --- times --------------------------------------------------------------------------------------
 
 STEPS = [100.0, 101.0, 99.0, 100.0]  # 400 ms
 PHASES: dict[str, list[float]] = {
@@ -156,10 +147,8 @@ PHASES: dict[str, list[float]] = {
         ({"forward_ms": [900.0]}, 402.0, 0.0, "take 970.00 ms together"),
     ],
 )
-def test_a_candidates_times_add_up_to_the_judges(
-    told: dict[str, list[float]], judge_ms: float, waited_ms: float, wrong: str
-) -> None:
-    run = dataclasses.replace(make_result(), **{"step_ms": STEPS, **PHASES, **told})  # type: ignore[arg-type]
+def test_a_candidates_times_add_up_to_the_judges(told, judge_ms, waited_ms, wrong) -> None:
+    run = dataclasses.replace(make_result(), **{"step_ms": STEPS, **PHASES, **told})
     found = judge.settle_times(run, judge_ms, 4, waited_ms)
     assert wrong in found[0] if wrong else found == []
     if waited_ms and not wrong:  # then the judge's own time counts
@@ -172,17 +161,17 @@ def arguments(folder: Path) -> argparse.Namespace:
     )
 
 
-def test_a_rate_that_no_machine_reaches_is_red(tmp_path: Path) -> None:
+def test_a_rate_that_no_machine_reaches_is_red(tmp_path) -> None:
     result = record(Plan("v2", "tiny", "fp32"), arguments(tmp_path), "s")
     result.step_ms, result.peak_tflops = [1e-3] * 4, 0.1
     candidate = types.SimpleNamespace(result=result)
-    (sentence,) = judge.Candidate._impossible(candidate)  # type: ignore[arg-type]
+    (sentence,) = judge.Candidate._impossible(candidate)
     assert "times what a large matrix product reaches here" in sentence
     result.step_ms = [1e3] * 4
-    assert judge.Candidate._impossible(candidate) == []  # type: ignore[arg-type]
+    assert judge.Candidate._impossible(candidate) == []
 
 
-def test_nonsense_is_told_and_not_recorded(tmp_path: Path) -> None:
+def test_nonsense_is_told_and_not_recorded(tmp_path) -> None:
     result = record(Plan("v2", "tiny", "fp32"), arguments(tmp_path), "s")
     case = types.SimpleNamespace(sizes={}, peak=(1.0, "measured"))
     course = types.SimpleNamespace(losses=torch.ones(5), gradients={})
@@ -192,13 +181,13 @@ def test_nonsense_is_told_and_not_recorded(tmp_path: Path) -> None:
     for wrong in ({"rest": -1.0}, {"peak": 10**400}, {"source": None, "peak": "x"}):
         with pytest.raises(Closed):
             nonsense = {**told, "memory_mb": memory | wrong}
-            judge.Candidate._take(candidate, nonsense)  # type: ignore[arg-type]
+            judge.Candidate._take(candidate, nonsense)
         assert candidate.result is result and not result.step_ms
-    judge.Candidate._take(candidate, told)  # type: ignore[arg-type]
+    judge.Candidate._take(candidate, told)
     assert candidate.result.memory_mb == memory
 
 
-def test_who_is_not_timed_is_stopped(tmp_path: Path) -> None:
+def test_who_is_not_timed_is_stopped(tmp_path) -> None:
     """Else it can slow those that are timed before it."""
     plan, process = Plan("v2", "tiny", "fp32", repeat=1), mock.Mock()
     result = record(plan, arguments(tmp_path), "s")
@@ -235,7 +224,7 @@ def test_a_process_that_waits_for_a_message_ends_without_a_signal() -> None:
     assert time.monotonic() - started < SECONDS_TO_STOP
 
 
-def test_the_record_is_what_was_asked_for(tmp_path: Path) -> None:
+def test_the_record_is_what_was_asked_for(tmp_path) -> None:
     """Every setting comes from the plan: nothing that a candidate tells can change it."""
     plan = Plan("v2", "tiny", "fp32", options={"fuse_qkv": False}, sizes={"seq_len": 64})
     result = record(plan, arguments(tmp_path), "s")
@@ -245,42 +234,6 @@ def test_the_record_is_what_was_asked_for(tmp_path: Path) -> None:
     assert result.options["fuse_qkv"] is False and result.options["fuse_norm"] is True
     assert result.command[:2] == ["python", "tiny_llama_v2.py"]
 
-
-# --- sketches -----------------------------------------------------------------------------------
-
-
-def test_an_outcome_and_a_course_survive_the_pipe(ends: tuple[Pipe, int]) -> None:
-    receiver, write = ends
-    outcome = parity.Outcome(
-        logits=torch.randn(2, 3, 5),
-        loss=torch.tensor(1.5),
-        gradients={"a": torch.randn(4, 4), "gone": None},
-        curve=torch.tensor([1.0, float("nan")] * (parity.CURVE_STEPS // 2)),
-        moved={"a": 0.1},
-        float8_share=0.5,
-    )
-    course = audit.Course(
-        losses=torch.tensor([2.0, 1.0]).double(),
-        distance={"a": 0.5},
-        moved={"a": torch.randn(audit.BUCKETS).double()},
-        gradients={},
-        fingerprint={"a": torch.randn(audit.PROBES).double()},
-    )
-    sketched = wire.sketched(outcome, seed=3)
-    with Pipe(os.open(os.devnull, os.O_RDONLY), write) as sender:
-        for tensors, values in (wire.of_outcome(sketched), wire.of_course(course)):
-            sender.send("answer", tensors, **values)
-        back, back_course = wire.to_outcome(receiver.receive()), wire.to_course(receiver.receive())
-    assert back.logits_shape == (2, 3, 5) and back.float8_share == 0.5
-    assert back.gradients["gone"] is None
-    assert torch.equal(back.gradients["a"], sketched.gradients["a"])  # type: ignore[arg-type]
-    assert back.curve[0] == 1 and back.curve[1].isnan()
-    assert torch.equal(back_course.moved["a"], course.moved["a"])
-    assert torch.equal(back_course.fingerprint["a"], course.fingerprint["a"])
-    assert back_course.distance == course.distance
-
-
-# --- studies of labs ----------------------------------------------------------------------------
 
 LAB_STEPS = [[10.0, 10.0], [12.0, 8.0]]  # 40 ms
 
@@ -296,9 +249,7 @@ LAB_STEPS = [[10.0, 10.0], [12.0, 8.0]]  # 40 ms
         ([[1.0, 1.0, 1.0, 1.0]], 400.0, [100.0] * 4),
     ],
 )
-def test_a_labs_times_add_up_to_the_judges(
-    spans: studies.Spans, judge_ms: float, step_ms: list[float]
-) -> None:
+def test_a_labs_times_add_up_to_the_judges(spans, judge_ms, step_ms) -> None:
     run = lab_run()
     studies.each_step(run, spans)
     studies._settle(run, spans, judge_ms)
@@ -330,9 +281,7 @@ for kind in ("ready", "begin"):
         ("sys.exit('error: it needs a widget')", "it needs a widget"),
     ],
 )
-def test_a_labs_record_is_what_was_asked_for(
-    rest: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_labs_record_is_what_was_asked_for(rest, error, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(studies, "FIXED_MS", 1e6)  # on a busy machine all takes long
     asked = lab_run(step_ms=[])
     command = [sys.executable, "-c", TELLS.format(rest=rest)]

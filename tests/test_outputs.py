@@ -50,7 +50,7 @@ pytestmark = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory) -> Path:
     """A folder with runs in `in` and a baseline of them."""
     here = tmp_path_factory.mktemp("inputs")
     for factor in (1.0, 1.001, 1.002):
@@ -63,7 +63,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(inputs: Path, tmp_path: Path) -> Path:
+def here(inputs, tmp_path) -> Path:
     for path in inputs.iterdir():
         (tmp_path / path.name).symlink_to(path)
     return tmp_path
@@ -92,9 +92,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 @pytest.mark.slow
-def test_any_terminal_shows_it_and_a_full_disk_leaves_the_files_from_before(
-    tool: str, here: Path
-) -> None:
+def test_any_terminal_shows_it_and_a_full_disk_leaves_the_files_from_before(tool, here) -> None:
     done = run(tool, here, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii() and done.stdout.strip()
@@ -108,7 +106,7 @@ def test_any_terminal_shows_it_and_a_full_disk_leaves_the_files_from_before(
     assert written(here) == before
 
 
-def test_files_are_written_though_the_output_is_not_read(tool: str, here: Path) -> None:
+def test_files_are_written_though_the_output_is_not_read(tool, here) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     done = run(tool, here, out=write_end)

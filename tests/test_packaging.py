@@ -32,7 +32,7 @@ COMMANDS = (
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory) -> Path:
     """Where the wheel is installed, without what it depends on. It is built from a copy: a build
     writes beside its sources."""
     folder = tmp_path_factory.mktemp("package")
@@ -48,7 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def test_the_wheel_holds_each_module_and_template(site: Path) -> None:
+def test_the_wheel_holds_each_module_and_template(site) -> None:
     """Those that no command below reads, too. The runners' shell scripts need a checkout."""
     here = [path.relative_to(ROOT) for path in (ROOT / "workshop").rglob("*.*") if path.is_file()]
     wanted = [name for name in here if name.suffix not in (".pyc", ".sh")]
@@ -56,7 +56,7 @@ def test_the_wheel_holds_each_module_and_template(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_work_in_an_empty_folder(site: Path, tmp_path: Path) -> None:
+def test_the_commands_work_in_an_empty_folder(site, tmp_path) -> None:
     python = Path(sys.executable).parent
     path = os.pathsep.join(map(str, (site / "bin", python, os.environ["PATH"])))
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(site)}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from workshop import parity as gate_command
 from workshop import versions
-from workshop.gate import canonical, parity
+from workshop.gate import parity
 from workshop.judge import wire
 from workshop.run import flops, interpreter, presets
 from workshop.run.precision import get_precision
@@ -438,7 +438,7 @@ def score_scale_of_1_02_in_bf16_alone(model):
 
 
 @pytest.fixture(autouse=True)
-def references_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def references_once(monkeypatch) -> None:
     """V1's results in a setting are the same in each test."""
 
     def kept(setting: parity.Setting) -> tuple[parity.Outcome, parity.Outcome]:
@@ -657,27 +657,8 @@ def test_an_optimizer_5_percent_too_fast_moves_every_weight_too_far(precision, o
     assert len(moved) == report.tensors_total
 
 
-@pytest.mark.parametrize(("vocab_size", "seq_len"), [(50, 9), (311, 65), (311, 20_001)])
-def test_text_is_half_of_the_batch_whose_gradients_are_compared(
-    vocab_size: int, seq_len: int, odd_config
-) -> None:
-    cpu = torch.device("cpu")
-    config = dataclasses.replace(odd_config, vocab_size=vocab_size)
-    setting = parity.Setting(config, get_precision("fp32", cpu), cpu, 0, 2, seq_len)
-    (tokens, targets), training = setting.batches(2)
-    assert tokens.shape == (2, seq_len) and training.max() < vocab_size
-    half = (seq_len + 1) // 2
-    for kind in setting.batches(2).unbind(1):
-        assert len(kind.unique()) >= min(vocab_size, kind.numel() - 2 * half)
-        assert {0, vocab_size - 1} <= set(kind[0].flatten().tolist())
-    assert torch.equal(tokens[:, 1:half], targets[:, : half - 1])
-    assert not torch.equal(tokens[:, half + 1 :], targets[:, half:-1])
-    if seq_len > 9:
-        assert (tokens[:, :half] == ord(" ")).float().mean() > 0.15
-
-
 @pytest.mark.parametrize("name", presets.PRESETS)
-def test_the_model_that_fp32_is_tried_on_is_small_and_of_the_same_kind(name: str) -> None:
+def test_the_model_that_fp32_is_tried_on_is_small_and_of_the_same_kind(name) -> None:
     config = V1.TinyLlamaConfig(**presets.get_preset(name).model())
     small = parity.small_config(config)
     assert (small == config) == (name == "tiny")
@@ -731,7 +712,7 @@ def test_bf16_is_held_to_what_bf16_costs_v1(key, odd_config) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 3])
-def test_one_element_of_a_narrow_norm_may_move_otherwise(seed: int, odd_config) -> None:
+def test_one_element_of_a_narrow_norm_may_move_otherwise(seed, odd_config) -> None:
     """In bf16 that is 1.5% of what the norm's 64 weights move together."""
     config = dataclasses.replace(
         odd_config, hidden_dim=64, intermediate_dim=96, num_layers=1, num_heads=2, num_kv_heads=1,
@@ -741,42 +722,10 @@ def test_one_element_of_a_narrow_norm_may_move_otherwise(seed: int, odd_config) 
     assert report.passed, report.failures
 
 
-def test_canonical_weights_go_in_and_gradients_come_out_of_a_fused_model(odd_config) -> None:
-    fused = versions.load("v2").TinyLlama(odd_config)
-    plain = V1.TinyLlama(odd_config)
-    state = plain.state_dict()
-    canonical.load_canonical(fused, state)
-    expected = torch.cat([state[f"layers.1.self_attn.{p}_proj.weight"] for p in "qkv"])
-    assert torch.equal(fused.layers[1].self_attn.qkv_proj.weight, expected)
-
-    tokens = torch.randint(311, (2, 7))
-    for model in (plain, fused):
-        model(tokens, tokens).backward()
-    gradients = canonical.canonical_gradients(fused)
-    assert gradients.keys() == dict(plain.named_parameters()).keys()
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda state: state.pop("norm.weight"), "norm.weight is missing"),
-        (lambda state: state.update(bias=torch.zeros(1)), "bias has no place"),
-        (lambda state: state.update({"norm.weight": torch.zeros(3)}), "norm.weight is "),
-    ],
-)
-def test_weights_that_do_not_fit_are_named(change, message, odd_config) -> None:
-    model = V1.TinyLlama(odd_config)
-    state = model.state_dict()
-    change(state)
-    with pytest.raises(ValueError, match=message):
-        canonical.load_canonical(model, state)
-
-
-def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(capsys) -> None:
     words = ("--config", "tiny", "--precision", "fp32", "--device", "cpu", "--version")
-    assert gate_command.main([*words, "v2"]) == 0
-    assert "pass: gradients 38/38" in capsys.readouterr().out
+    assert gate_command.main([*words, "v2", "--verbose"]) == 0
+    printed = capsys.readouterr().out
+    assert "pass: gradients 38/38" in printed and printed.count("  allowed ") > 38
     assert gate_command.main([*words, "v9"]) == 2
     assert capsys.readouterr().err.startswith("error: unknown version 'v9'")

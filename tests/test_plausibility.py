@@ -14,7 +14,7 @@ TABLES = Path(__file__).parent / "fixtures" / "published_tables.json"
 
 
 @pytest.mark.parametrize("claim", plausibility.read_claims(TABLES), ids=lambda claim: claim.name)
-def test_false_rows_of_the_published_tables_are_found(claim: Claim) -> None:
+def test_false_rows_of_the_published_tables_are_found(claim) -> None:
     """V3 and V4 train 0.5% of their parameters; V1 and V2 are what such a machine gives."""
     sentences = check(claim)
     if "V1" in claim.name or "V2" in claim.name:
@@ -29,6 +29,7 @@ def test_false_rows_of_the_published_tables_are_found(claim: Claim) -> None:
     assert all(sentence.startswith(claim.name) for sentence in sentences)
 
 
+TINY = flops.Sizes(1000, 256, 1024, 4, 8, 4)
 SMALL = flops.Sizes(1000, 512, 2048, 8, 8, 4)
 MEDIUM = flops.Sizes(1000, 1024, 4096, 12, 16, 8)
 HONEST = Claim(
@@ -53,8 +54,18 @@ def replace(**figures: object) -> Claim:
     return Claim(**{**vars(HONEST), **figures})
 
 
-def test_an_honest_fast_run_passes() -> None:
-    assert check(HONEST) == []
+@pytest.mark.parametrize(
+    "claim",
+    [
+        HONEST,
+        Claim("nothing known", MEDIUM, 16, 512),
+        replace(step_ms=0.1, optimizer_ms=0.01, peak_tflops=None, bandwidth_gbs=None),
+        Claim("launch-bound", SMALL, 8, 128, forward_ms=10.8, backward_ms=9.2),
+        Claim("in a cache", TINY, 8, 128, optimizer_ms=0.01, bandwidth_gbs=4800),
+    ],
+)
+def test_what_may_be_true_passes(claim) -> None:
+    assert check(claim) == []
 
 
 @pytest.mark.parametrize(
@@ -83,22 +94,6 @@ def test_each_argument_on_its_own(figures, sentence) -> None:
     assert sentence in sentences[0]
 
 
-def test_what_is_not_known_is_not_judged() -> None:
-    assert check(Claim("nothing known", MEDIUM, 16, 512)) == []
-    unknown_chip = replace(step_ms=0.1, optimizer_ms=0.01, peak_tflops=None, bandwidth_gbs=None)
-    assert check(unknown_chip) == []
-
-
-def test_a_launch_bound_backward_somewhat_shorter_than_its_forward_passes() -> None:
-    small = Claim("small", SMALL, 8, 128, forward_ms=10.8, backward_ms=9.2)
-    assert check(small) == []
-
-
-def test_state_that_fits_a_cache_may_be_updated_faster_than_memory_is() -> None:
-    tiny = flops.Sizes(1000, 256, 1024, 4, 8, 4)
-    assert check(Claim("tiny", tiny, 8, 128, optimizer_ms=0.01, bandwidth_gbs=4800)) == []
-
-
 def test_the_command_line(type_command) -> None:
     answer = type_command("python", "-m", "workshop.gate.plausibility", str(TABLES))
     assert answer.returncode == 1
@@ -111,21 +106,12 @@ WRITTEN = {"name": "x", "model": vars(SMALL), "batch_size": 8, "seq_len": 128}
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("null", "expected a list of claims"),
         ("[]", "expected a list of claims"),
-        ("[null]", "claim 1: expected `object`, got `null`"),
         ("[" * 100_000, "no valid JSON"),
-        (json.dumps([WRITTEN | {"step_ms": float("nan")}]), "no valid JSON"),
-        (json.dumps([WRITTEN | {"step_ms": "3"}]), "claim 1: field step_ms: expected"),
-        (
-            json.dumps([WRITTEN, WRITTEN | {"batch_size": True}]),
-            "claim 2: field batch_size",
-        ),
-        (json.dumps([WRITTEN | {"model": None}]), "claim 1: field model: expected `object`"),
-        (json.dumps([WRITTEN | {"speed": 3}]), "claim 1: field speed is unknown"),
+        (json.dumps([WRITTEN, WRITTEN | {"step_ms": "3"}]), "claim 2: field step_ms: expected"),
         (json.dumps([{"name": "x"}]), "claim 1: object missing required field `model`"),
     ],
-    ids=range(10),
+    ids=range(4),
 )
 def test_a_file_that_holds_no_claims_is_named_in_a_line(text, message, tmp_path, capsys) -> None:
     path = tmp_path / "claims.json"

@@ -8,8 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from test_profile_scripts import is_running, wait_for
@@ -67,7 +65,7 @@ here = Path(sys.argv[1])
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_program_that_is_killed_leaves_no_process(program: str, tmp_path: Path) -> None:
+def test_a_program_that_is_killed_leaves_no_process(program, tmp_path) -> None:
     pid_file = tmp_path / "pid"
     (tmp_path / "child.py").write_text(CHILD.format(path=str(pid_file)))
     process = subprocess.Popen(
@@ -89,9 +87,7 @@ def test_a_program_that_is_killed_leaves_no_process(program: str, tmp_path: Path
             os.kill(int(pid_file.read_text()), signal.SIGKILL)
 
 
-def test_sigterm_is_a_ctrl_c_and_what_follows_it_is_ignored(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_sigterm_is_a_ctrl_c_and_what_follows_it_is_ignored(capsys) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     saved = []
 
@@ -140,9 +136,7 @@ def no_temporary_folder() -> None:
     "work",
     [full_disk, full_disk_behind_a_compiler, full_disk_of_a_compiler, no_temporary_folder],
 )
-def test_a_full_disk_is_one_line(
-    work: Callable[[], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_one_line(work, capsys) -> None:
     assert errors.exit_status(lambda: work() or 0, interrupted="") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and "TMPDIR" in line

@@ -29,6 +29,7 @@ DOCUMENTS = [
     *(folder / "README.md" for folder in FOLDERS),
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("exercises/*.md")),
+    *sorted(ROOT.glob("version2*/exercises/rocm_tools_intro/README.md")),
     *sorted(ROOT.glob("labs/*/README.md")),
     ROOT / "labs" / "scale_out" / "slurm" / "README.md",
 ]
@@ -77,15 +78,9 @@ def every_command() -> list[pytest.ParameterSet]:
 
 
 @pytest.mark.parametrize(("command", "folder"), every_command())
-def test_the_documents_commands_run_on_a_cpu(
-    command: str, folder: Path, clean_results: None, tmp_path: Path
-) -> None:
+def test_the_documents_commands_run_on_a_cpu(command, folder, clean_results, tmp_path) -> None:
     run(command, folder, tmp_path)
     assert command != "make compare\n" or (tmp_path / "comparison.png").is_file()
-
-
-def test_the_documents_have_commands() -> None:
-    assert len(every_command()) >= 9
 
 
 def shortened(line: str, small: str) -> str:

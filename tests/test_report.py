@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +12,6 @@ from statistics import median
 from typing import Any
 
 import pytest
-from browser import complaints, open_browser, requested, resize, wear
 from stored_runs import PARTS, REFERENCE, lab_run, reference, select, write, write_lab
 
 from analysis_tools import report_generator
@@ -101,12 +100,12 @@ Written = tuple[str, str, Path]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(tmp_path_factory) -> Path:
     return select(tmp_path_factory.mktemp("results"))
 
 
 @pytest.fixture(scope="module")
-def written(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
+def written(results, tmp_path_factory) -> Written:
     folder = tmp_path_factory.mktemp("a folder, with # and %")
     return *make(results, at=folder), folder
 
@@ -127,10 +126,7 @@ def number(text: str) -> float:
     return float(text.split()[0].replace(",", ""))
 
 
-# --- numbers -------------------------------------------------------------------------------------
-
-
-def test_a_ladders_numbers_are_its_result_files(written: Written) -> None:
+def test_a_ladders_numbers_are_its_result_files(written) -> None:
     page = read(written[0])
     fast = page.tables["size-1", "How fast"]
     assert fast[-1][0] == "hf-liger" and "no significant difference" in fast[-1][7]
@@ -174,7 +170,7 @@ def check_ladder(page: Page, section: str, size: tuple[str, str]) -> None:
             assert [number(text) for text in saved[shown[0]]] == pytest.approx(less, abs=0.0051)
 
 
-def test_hot_lists_are_the_kernel_tables(results: Path, written: Written) -> None:
+def test_hot_lists_are_the_kernel_tables(results, written) -> None:
     tables = read(written[0]).tables
     found = [rows for (_, caption), rows in tables.items() if caption.startswith("The longest")]
     heads = []
@@ -186,7 +182,7 @@ def test_hot_lists_are_the_kernel_tables(results: Path, written: Written) -> Non
     assert sorted(rows[1][1:] for rows in found) == sorted(heads) and len(heads) == 5
 
 
-def test_each_kind_of_result_is_in_both_forms(written: Written) -> None:
+def test_each_kind_of_result_is_in_both_forms(written) -> None:
     html, markdown, _ = written
     page = read(html)
     sessions = page.tables["device-1", "What was run"][1:]
@@ -195,10 +191,6 @@ def test_each_kind_of_result_is_in_both_forms(written: Written) -> None:
     run = runs_of("medium", "bf16", "v3")[0]
     for text in (html, markdown):
         assert f"torch {run['software']['torch']}" in text and run["git_commit"] in text
-        assert "GEMM-bound: matrix products take" in text  # the advisor
-        assert re.search(r"v3: compute roof: 48\d of 989 TFLOP/s \(bf16\), 49% \(62% of", text)
-        assert "Largest difference from V1 at any step" in text  # the loss curves, in words
-        assert text.count("scales the loss") == 1  # of fp16 alone
     commands = page.tables["device-1", "Command lines"][1:]
     assert len(commands) == 2 * 7 + 6 + 3 * 4
     assert all(re.search(r"tiny_llama_v|hugging_face_", row[1]) for row in commands)
@@ -216,7 +208,7 @@ def test_each_kind_of_result_is_in_both_forms(written: Written) -> None:
     assert page.tags.count("img") == len(SIZES) + 5 + 3  # rooflines; two waterfalls, a sweep
 
 
-def test_every_link_leads_somewhere_and_nothing_is_loaded(results: Path, written: Written) -> None:
+def test_every_link_leads_somewhere_and_nothing_is_loaded(results, written) -> None:
     html, markdown, folder = written
     page = read(html)
     assert len(page.ids) == len(set(page.ids))
@@ -235,9 +227,6 @@ def test_every_link_leads_somewhere_and_nothing_is_loaded(results: Path, written
     assert all((folder / urllib.parse.unquote(target)).is_file() for target in defined.values())
     anchors = re.findall(r'<a id="([^"]+)"', markdown)
     assert set(re.findall(r"\]\(#([^)]+)\)", markdown)) <= set(anchors)
-
-
-# --- what files may hold -------------------------------------------------------------------------
 
 
 def write_evil(folder: Path) -> None:
@@ -261,7 +250,7 @@ def write_evil(folder: Path) -> None:
     (profile / "kernels.json").write_text(json.dumps(table), encoding="utf-8")
 
 
-def test_names_from_files_are_text(tmp_path: Path) -> None:
+def test_names_from_files_are_text(tmp_path) -> None:
     write_evil(tmp_path)
     html, markdown = make(tmp_path, at=tmp_path)
     page = read(html)
@@ -281,7 +270,7 @@ def test_names_from_files_are_text(tmp_path: Path) -> None:
     assert sum("<script>alert(1)</script>" in text for text in texts) >= 10
 
 
-def test_a_red_gate_and_implausible_numbers_come_first(tmp_path: Path) -> None:
+def test_a_red_gate_and_implausible_numbers_come_first(tmp_path) -> None:
     run = reference("v2")
     red = run["gate"] | {"status": "fail", "failures": ["gradient of norm.weight is missing"]}
     write(tmp_path, reference("v1"), "a", plausibility=["faster than light"])
@@ -306,9 +295,7 @@ def test_a_red_gate_and_implausible_numbers_come_first(tmp_path: Path) -> None:
     {"config_name": "$x_{1}$ 中文 😀 _a", "step_ms": [1e-9] * 3},
     {"device": {"type": "cuda", "name": "\ud800 $\\frac$"}},  # can't be encoded, and is no formula
 ])  # fmt: skip
-def test_odd_values_do_no_harm(
-    tmp_path: Path, broken: dict[str, Any], recwarn: pytest.WarningsRecorder
-) -> None:
+def test_odd_values_do_no_harm(tmp_path, broken, recwarn) -> None:
     write(tmp_path, reference("v1"))
     write(tmp_path, reference("v2"))
     write(tmp_path, reference("v3"), **broken)
@@ -329,7 +316,7 @@ def parts_of(markdown: str) -> Iterator[Any]:
         yield from token.children or [token]
 
 
-def test_broken_files_are_named_and_do_no_harm(tmp_path: Path) -> None:
+def test_broken_files_are_named_and_do_no_harm(tmp_path) -> None:
     write(tmp_path, reference("v1"))
     cut = write(tmp_path, reference("v2"), "cut")
     cut.write_text(cut.read_text()[:300])
@@ -360,33 +347,7 @@ def test_broken_files_are_named_and_do_no_harm(tmp_path: Path) -> None:
     assert page.tags.count("img") == 1
 
 
-def test_what_is_missing_is_left_out(tmp_path: Path) -> None:
-    red = reference("v2")["gate"] | {"status": "fail", "failures": ["x"]}
-    red["measures"] = {
-        "logits": {"error": None, "allowed": 1.0},
-        "loss": {"error": 0.1, "allowed": 1},
-    }
-    write(tmp_path / "nan", reference("v2"), gate=red, step_ms=[], status="gate failed")
-    assert "not finite" in make(tmp_path / "nan", at=tmp_path)[1]
-    run = reference("v1") | {"forward_ms": [], "backward_ms": [], "optimizer_ms": []}
-    write(tmp_path / "one", run, memory_mb={}, status="interrupted", losses=run["losses"])
-    page = read(make(tmp_path / "one", at=tmp_path)[0])
-    assert page.tags.count("svg") == 1  # the losses alone
-    profile = REFERENCE / "cpu_amd_epyc" / "profiles" / "v1" / "pytorch_profiler" / "kernels.json"
-    table = json.loads(profile.read_text()) | {"tool": "", "kernel_table": ""}
-    folder = tmp_path / "unnamed" / "profiles" / "somewhere" / "else"
-    folder.mkdir(parents=True)
-    (folder / "kernels.json").write_text(json.dumps(table))
-    for text in make(tmp_path / "unnamed", at=tmp_path):
-        assert "No timed runs here" in text and "an unnamed tool" in text
-
-
-# --- the command line ----------------------------------------------------------------------------
-
-
-def test_the_report_is_two_files_of_all_folders(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_is_two_files_of_all_folders(tmp_path, capsys) -> None:
     write(tmp_path / "theirs", reference("v1"))
     own = reference("v1", "medium")
     write(tmp_path / "own", own, device=own["device"] | {"name": "My GPU"}, session="2027-01")
@@ -407,9 +368,7 @@ def test_the_report_is_two_files_of_all_folders(
     assert "no result in it" in capsys.readouterr().err
 
 
-def test_a_participants_page_has_their_runs_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_participants_page_has_their_runs_alone(tmp_path, capsys) -> None:
     results = tmp_path / "results"
     (results / "reference").mkdir(parents=True)
     write(results / "reference", reference("v1"), device={"type": "cuda", "name": "Theirs"})
@@ -438,30 +397,7 @@ def test_a_participants_page_has_their_runs_alone(
     assert page.read_text() == "my notes"
 
 
-def test_help_imports_nothing_large(type_command: Callable[..., Any]) -> None:
+def test_help_imports_nothing_large(type_command) -> None:
     answer = type_command("python", "-X", "importtime", TOOL, "--help")
     assert answer.returncode == 0 and "--sheet" in answer.stdout
     assert not re.search(r"\| +(torch|matplotlib|jinja2|numpy|rich)\n", answer.stderr)
-
-
-# --- in a browser --------------------------------------------------------------------------------
-
-
-def test_a_browser_shows_it(written: Written, tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
-    page.write_text(written[0], encoding="utf-8")
-    with open_browser(tmp_path / "profile") as browser:
-        for theme, width in (("light", 1400), ("dark", 380)):
-            wear(browser, theme)
-            resize(browser, width, 900)
-            browser.get(page.as_uri())
-            wider = "return document.documentElement.scrollWidth - innerWidth"
-            assert browser.execute_script(wider) <= 0
-            drawn = "return [...document.images].every(i => i.naturalWidth >= 1600)"
-            assert browser.execute_script(drawn)
-            assert complaints(browser) == []
-            ink = browser.execute_script(
-                "return getComputedStyle(document.querySelector('svg text')).fill"
-            )
-            assert (int(re.findall(r"\d+", ink)[0]) > 128) == (theme == "dark")
-        assert requested(browser) == {page.as_uri()}

@@ -5,8 +5,6 @@ import dataclasses
 import io
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from workshop.compare import rows, tables
 from workshop.errors import WorkshopError
 from workshop.records import Comparison
 from workshop.results import Audit, Gradients, Parity, RunResult
-from workshop.versions import ROOT, VERSIONS
+from workshop.versions import VERSIONS
 
 SESSION = "20260102-030405-abcdef"
 SIZES = {
@@ -133,21 +131,16 @@ def files(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
 
-# --- writing ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "run",
     [
         make_result(),
-        make_result("v2", gate="fail", status="gate failed", step_ms=[], memory_mb={}, losses=[]),
         make_result("v4", status="failed", error="crashed", step_ms=[], losses=[], gradients=None),
-        make_result("v3", "not run", status="skipped", error="no Triton", step_ms=[], losses=[]),
         make_result(status="interrupted", memory_mb={}, forward_ms=[], peak_tflops=None),
     ],
     ids=lambda run: run.status,
 )
-def test_what_is_saved_is_loaded(run: RunResult, tmp_path: Path) -> None:
+def test_what_is_saved_is_loaded(run, tmp_path) -> None:
     other = make_result("v4", device={"name": "another"}, parent_command=["python", "x.py"])
     path = records.add(run, tmp_path)
     assert path == records.add(other, tmp_path) == records.path_in(tmp_path, SESSION)
@@ -158,7 +151,7 @@ def test_what_is_saved_is_loaded(run: RunResult, tmp_path: Path) -> None:
     assert files(tmp_path) == [str(path.relative_to(tmp_path))]  # no temporary file
 
 
-def test_a_run_that_is_judged_later_is_written_once_more(tmp_path: Path) -> None:
+def test_a_run_that_is_judged_later_is_written_once_more(tmp_path) -> None:
     run, path = make_result(audit="not run"), tmp_path / "a.jsonl"
     comparison = Comparison.of(run)
     for one in (run, make_result("v2")):
@@ -170,9 +163,7 @@ def test_a_run_that_is_judged_later_is_written_once_more(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("old", [None, "old"])
-def test_what_fails_half_way_leaves_what_was_there(
-    error: type[BaseException], old: str | None, tmp_path: Path
-) -> None:
+def test_what_fails_half_way_leaves_what_was_there(error, old, tmp_path) -> None:
     target = tmp_path / "comparison.png"
     if old:
         target.write_text(old)
@@ -185,9 +176,7 @@ def test_what_fails_half_way_leaves_what_was_there(
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
-def test_a_folder_takes_an_older_ones_place_or_vanishes(
-    error: type[BaseException] | None, tmp_path: Path
-) -> None:
+def test_a_folder_takes_an_older_ones_place_or_vanishes(error, tmp_path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "old").touch()
     with (
@@ -201,13 +190,13 @@ def test_a_folder_takes_an_older_ones_place_or_vanishes(
     assert files(tmp_path) == ["set/old" if error else "set/new"]
 
 
-def test_a_file_from_before_a_field_is_read(tmp_path: Path) -> None:
+def test_a_file_from_before_a_field_is_read(tmp_path) -> None:
     content = {k: v for k, v in json.loads(VALID).items() if k not in ("kind", "audit")}
     run = load(write(tmp_path, content))
     assert (run.kind, run.audit) == ("run", Audit())
 
 
-def test_a_full_disk_is_an_error_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_in_words(tmp_path, monkeypatch) -> None:
     def no_room(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -222,7 +211,7 @@ def test_a_full_disk_is_an_error_in_words(tmp_path: Path, monkeypatch: pytest.Mo
     assert files(tmp_path) == [str(path.relative_to(tmp_path))]
 
 
-def test_what_json_cannot_hold_is_not_written(tmp_path: Path) -> None:
+def test_what_json_cannot_hold_is_not_written(tmp_path) -> None:
     assert results.finite([1.0, math.nan, math.inf]) == [1.0, None, None]
     path = records.add(make_result(losses=results.finite([math.nan] * 6)), tmp_path)
     assert load(path).losses == [None] * 6
@@ -234,8 +223,6 @@ def test_what_json_cannot_hold_is_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "x.json").exists()
 
 
-# --- reading ------------------------------------------------------------------------------
-
 HEAD: dict[str, Any] = {
     "schema_version": records.SCHEMA_VERSION,
     "session": SESSION,
@@ -246,8 +233,6 @@ VALID = json.dumps(dataclasses.asdict(make_result()))
 NO_JSON = {
     "truncated": (VALID[: len(VALID) // 2], "no valid JSON"),
     "empty": ("", "no valid JSON"),
-    "binary": (b"\x80\x02\xff\x00", "no valid JSON"),
-    "list": ([1, 2], "expected a JSON object"),
     "NaN": (VALID.replace("99.0", "NaN"), "no valid JSON"),
     "endless number": (VALID.replace("99.0", "9" * 5000), "no valid JSON"),
     "deep": ("[" * 100_000, "no valid JSON"),
@@ -257,23 +242,12 @@ BROKEN = {
     "missing": ({k: v for k, v in json.loads(VALID).items() if k != "version"}, "field `version`"),
     "unknown": (changed("speed", to=9), "field speed is unknown"),
     "text for a time": (changed("step_ms", 1, to="99"), r"field step_ms\[1\]: expected `float`"),
-    "bool for an int": (changed("batch_size", to=True), "batch_size: expected `int`, got `bool`"),
-    "float for an int": (changed("seq_len", to=128.5), "seq_len: expected `int`, got `float`"),
-    "null for a time": (changed("forward_ms", 0, to=None), r"forward_ms\[0\]: expected `float`"),
-    "number for an object": (changed("gate", to=3), "field gate: expected `object`, got `int`"),
-    "list for an object": (
-        changed("gradients", to=[]),
-        "gradients: expected `object | null`",
-    ),
     "wrong type at depth": (
         changed("gate", "measures", "loss", "error", to=[1]),
         r"field gate\.measures.*: expected `float \| str \| null`",
     ),
     "unknown version": (changed("version", to="v9"), "version is 'v9', not one of v1, v2"),
-    "unknown kind": (changed("kind", to="walk"), "field kind: invalid enum value 'walk'"),
-    "unknown status": (changed("status", to="done"), "field status: invalid enum value 'done'"),
     "unknown verdict": (changed("gate", "status", to="ok"), r"gate\.status: invalid enum value"),
-    "red without reason": (changed("gate", "status", to="fail"), "field gate: failures is empty"),
     "red audit without reason": (changed("audit", "status", to="fail"), "audit: failures is empty"),
     "complete without steps": (changed("step_ms", to=[]), "step_ms is empty in a complete run"),
     "no time at all": (
@@ -282,7 +256,6 @@ BROKEN = {
     ),
     "no size": (changed("config", to={}), r"config\.vocab_size is not a size: None"),
     "no peak": (changed("memory_mb", to={"rest": 1.0}), r"memory_mb\.peak is missing"),
-    "peak in words": (changed("memory_mb", "peak", to="big"), r"memory_mb\.peak should be a numb"),
     "too few losses": (changed("losses", to=[1.0]), "losses is shorter than step_ms"),
 }
 
@@ -290,9 +263,7 @@ BROKEN = {
 @pytest.mark.parametrize(
     ("content", "message"), [*NO_JSON.values(), *BROKEN.values()], ids=[*NO_JSON, *BROKEN]
 )
-def test_a_broken_file_is_named_with_its_line_and_field(
-    content: object, message: str, tmp_path: Path
-) -> None:
+def test_a_broken_file_is_named_with_its_line_and_field(content, message, tmp_path) -> None:
     path = write(tmp_path, content)
     with pytest.raises(WorkshopError, match=message) as caught:
         records.load(path)
@@ -306,17 +277,15 @@ def test_a_broken_file_is_named_with_its_line_and_field(
     [
         ({}, "schema_version is None, this workshop reads 2"),
         (HEAD | {"schema_version": 1}, "schema_version is 1, this workshop reads 2"),
-        (HEAD | {"device": "H200"}, "line 1: field device: expected `object`, got `str`"),
-        ({"schema_version": 2}, "line 1: object missing required field `session`"),
     ],
 )
-def test_a_broken_first_line_is_named(head: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_broken_first_line_is_named(head, message, tmp_path) -> None:
     (tmp_path / "a.jsonl").write_text(f"{json.dumps(head)}\n{VALID}\n")
     with pytest.raises(WorkshopError, match=message):
         records.load(tmp_path / "a.jsonl")
 
 
-def test_a_folder_gives_its_runs_and_nothing_else(tmp_path: Path) -> None:
+def test_a_folder_gives_its_runs_and_nothing_else(tmp_path) -> None:
     newer, older = make_result(session="20260103"), make_result("v2", session="20260101")
     path = records.add(newer, tmp_path)
     records.add(older, tmp_path)
@@ -334,47 +303,6 @@ def test_a_folder_gives_its_runs_and_nothing_else(tmp_path: Path) -> None:
     third = make_result("v4", session="20260102")
     records.add(third, device_folder)
     assert load_folder(tmp_path) == [older, third, newer]
-
-
-def test_a_folder_without_runs_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(WorkshopError, match=r"absent\.jsonl: can't be read: No such file"):
-        records.load(tmp_path / "absent.jsonl")
-    with pytest.raises(WorkshopError, match="absent: no such folder"):
-        load_folder(tmp_path / "absent")
-    with pytest.raises(WorkshopError, match="no result files"):
-        load_folder(tmp_path)
-    records.add(make_result(), tmp_path)
-    write(tmp_path / "runs", "{")
-    with pytest.raises(WorkshopError, match=r"run\.jsonl: line 2: no valid JSON"):
-        load_folder(tmp_path)
-
-
-def test_pytorch_alone_writes_a_record_and_reading_says_what_is_missing(tmp_path: Path) -> None:
-    """A version runs from its folder in an environment that has PyTorch and nothing else."""
-    code = f"""
-import sys
-from pathlib import Path
-sys.modules["msgspec"] = None
-from workshop import errors, records, results
-run = results.RunResult(
-    version="v1", session="s", config_name="tiny", config={SIZES}, batch_size=1, seq_len=1,
-    precision="fp32", warmup_steps=1, device={{}}, software={{}}, git_commit=None, created="",
-    status="failed")
-path = records.add(run, Path({str(tmp_path)!r}))
-try:
-    records.load(path)
-except errors.NotOnThisMachine as error:
-    print(error)
-"""
-    python = [sys.executable, "-c", code]
-    done = subprocess.run(python, cwd=ROOT, capture_output=True, text=True, check=False)
-    said = "msgspec is missing: run `make setup`, or pip install msgspec\n"
-    assert done.stdout == said, done.stderr
-    (run,) = records.load(records.path_in(tmp_path, "s")).runs
-    assert run.status == "failed"
-
-
-# --- any damage ---------------------------------------------------------------------------
 
 
 def places(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -405,15 +333,7 @@ def show_or_refuse(content: object, folder: Path) -> None:
             report.show(form)
 
 
-def test_a_file_with_any_value_made_nasty_is_shown_or_refused(tmp_path: Path) -> None:
+def test_a_file_with_any_value_made_nasty_is_shown_or_refused(tmp_path) -> None:
     for index, place in enumerate(PLACES):  # a third of the values each, and all in three places
         for value in NASTY[index % 3 :: 3]:
             show_or_refuse(changed(*place, to=value), tmp_path)
-
-
-def test_brackets_are_no_markup_in_a_terminal_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    report = tables.of_rows(rows.build_rows([make_result(device={"name": "[/red]"})]))
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
-        report.show("table")
-    assert "\x1b[" in shown.getvalue() and "[/red]" in shown.getvalue()

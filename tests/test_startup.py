@@ -11,7 +11,7 @@ from workshop.run import startup
 
 
 @pytest.fixture(autouse=True)
-def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+def unwatched(monkeypatch) -> None:
     monkeypatch.setattr(startup, "_seconds", 0.0)
     monkeypatch.setattr(startup, "_watched", set())
     clock = SimpleNamespace(perf_counter=itertools.count().__next__)  # a second at each look
@@ -41,9 +41,7 @@ def test_what_torch_compile_takes_is_counted_for_forward_and_backward() -> None:
         torch._dynamo.reset()
 
 
-def test_what_triton_takes_is_counted_unless_torch_compile_asked_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_triton_takes_is_counted_unless_torch_compile_asked_for_it(monkeypatch) -> None:
     compilation = SimpleNamespace(listener=None)
     triton = SimpleNamespace(knobs=SimpleNamespace(compilation=compilation))
     monkeypatch.setitem(sys.modules, "triton", triton)
@@ -61,9 +59,3 @@ def test_what_triton_takes_is_counted_unless_torch_compile_asked_for_it(
     with startup.not_counted():  # whose kernels training calls too
         compilation.listener(**kernel)
     assert startup.compile_seconds() == 1.5
-
-
-def test_an_older_triton_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
-    startup.watch_compilers(torch_compile=False)
-    assert startup.compile_seconds() == 0.0

@@ -1,28 +1,21 @@
 """The sweep: what grows is what was asked for, and the end of memory is found, not crashed into."""
 
-import csv
-import io
 import json
-import re
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 from test_compare import FEW_STEPS, SHRINK_PRESET, V2, copy_repository, use_versions_of
-from test_results import files, make_result
+from test_results import make_result
 
 from analysis_tools import compare_versions
 from workshop import cli, records, results, versions
-from workshop.collection import Collection
-from workshop.compare import figures, sweep, tables
+from workshop.compare import sweep, tables
 from workshop.compare.sweep import AXES, Curve, Sweep
-from workshop.dashboard import blocks
-from workshop.dashboard.data import Choice, Snapshot, group_of
 from workshop.errors import WorkshopError
 from workshop.gate import gate_size, parity
 from workshop.judge.plans import Plan, record
-from workshop.report import content
 from workshop.results import RunResult
 from workshop.run import flops, hardware, memory, precision, presets, trainer
 
@@ -30,9 +23,6 @@ SESSION = "20260102-030405-abcdef"
 OUT_OF_MEMORY = "out of memory on Some CPU: a further 2 GB was asked for at batch size 8; lower it"
 HERE = hardware.describe(torch.device("cpu"))
 SEQ, BATCH, HIDDEN = AXES["seq-len"], AXES["batch-size"], AXES["hidden-dim"]
-
-
-# --- what is asked for ------------------------------------------------------------------------
 
 
 def test_sizes_are_read_sorted_and_filled_in() -> None:
@@ -43,25 +33,6 @@ def test_sizes_are_read_sorted_and_filled_in() -> None:
     assert sizes("128", "...", "1024") == [128, 256, 512, 1024]
     assert sizes("100", "...", "500") == [100, 200, 400, 500]
     assert sizes("2", "8", "...", "40", "64") == [2, 8, 16, 32, 40, 64]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["depth", "1"], "--sweep depth: choose from seq-len, batch-size, hidden-dim"),
-        (["seq-len", "1"], "--sweep seq-len 1: a size is a whole number from 2 on"),
-        (["batch-size", "0"], "from 1 on"),
-        (["batch-size", "two"], "--sweep batch-size two: a size is"),
-        (["seq-len", "...", "8"], "... goes between two sizes"),
-        (["seq-len", "8", "..."], "... goes between two sizes"),
-        (["seq-len", "8", "...", "..."], "a size is a whole number"),
-        (["seq-len", "9" * 5000], "--sweep seq-len 99999999999999999999: a size is a whole number"),
-    ],
-)
-def test_invalid_sizes_are_an_error(words: list[str], message: str) -> None:
-    with pytest.raises(WorkshopError) as error:
-        sweep.parse(words)
-    assert message in str(error.value)
 
 
 def test_the_hidden_dimension_keeps_the_heads_size_and_the_ffn_four_times_as_wide() -> None:
@@ -78,9 +49,6 @@ def test_the_hidden_dimension_keeps_the_heads_size_and_the_ffn_four_times_as_wid
     assert sweep.sizes_at(BATCH, 32, small) == {"batch_size": 32}
 
 
-# --- memory -----------------------------------------------------------------------------------
-
-
 def test_a_prediction_is_exact_for_what_grows_as_its_axis_does() -> None:
     def square(x: float) -> float:
         return 100 + 3 * x + 0.5 * x * x
@@ -90,35 +58,6 @@ def test_a_prediction_is_exact_for_what_grows_as_its_axis_does() -> None:
     assert sweep.size_that_fills(peaks, square(5000), degree=2) == pytest.approx(5000, rel=1e-3)
     line = {1.0: 110.0, 2.0: 120.0, 4.0: 140.0}
     assert sweep.predict(line, 8, degree=1) == pytest.approx(180.0)
-
-
-def test_a_prediction_from_little_is_cautious_and_never_falls() -> None:
-    assert sweep.predict({}, 8, degree=2) is None
-    one, two = {4.0: 100.0}, {2.0: 60.0, 4.0: 100.0}
-    assert sweep.predict(one, 8, degree=2) == 200.0
-    assert sweep.predict(one, 8, degree=2, cautious=True) == pytest.approx(400.0)
-    assert sweep.predict(two, 8, degree=2) == pytest.approx(180.0)
-    assert sweep.predict(two, 8, degree=2, cautious=True) == pytest.approx(260.0)
-    assert sweep.predict(two, 8, degree=1, cautious=True) == pytest.approx(180.0)
-    # Three peaks whose parabola would fall: the last two's line is taken.
-    assert sweep.predict({1.0: 0.0, 2.0: 100.0, 3.0: 110.0}, 4, degree=2) == pytest.approx(120.0)
-    assert sweep.predict({1.0: 120.0, 2.0: 100.0}, 4, degree=1) == 100.0
-    assert sweep.size_that_fills({4.0: 100.0}, 1e6, degree=2) is None
-    assert sweep.size_that_fills({4.0: 100.0, 8.0: 100.0}, 1e6, degree=1) is None
-
-
-def test_what_does_not_grow_is_not_predicted_to() -> None:
-    runs = [at("v1", 128, 100.0), at("v1", 128, 90.0)]
-    state_mb = 16 * make_result().gradients.params_total / 1e6  # type: ignore[union-attr]
-    peaks = sweep.peaks_mb(runs, SEQ)
-    assert peaks == {0.0: pytest.approx(state_mb), 128.0: 100.0} and min(peaks) == next(iter(peaks))
-    assert sweep.predict(peaks, 256, degree=1) == pytest.approx(200 - state_mb)
-    assert sweep.predict(peaks, 256, degree=2, cautious=True) == pytest.approx(400 - 3 * state_mb)
-    two = {**peaks, 256.0: 110.0}
-    assert sweep.predict(two, 512, degree=2, cautious=True) == pytest.approx(150)
-    assert sweep.size_that_fills(peaks, 1e6, degree=1) is None
-    assert list(sweep.peaks_mb(runs, HIDDEN).values()) == [100.0]
-    assert sweep.peaks_mb([at("v1", 128, memory_mb={})], SEQ) == {}
 
 
 def test_the_gate_is_run_on_what_v1_has_the_memory_for() -> None:
@@ -166,23 +105,17 @@ def test_the_estimates_are_near_what_is_measured() -> None:
              "job/memory.stat": "anon 500\ninactive_file 200\nactive_file 300\n"},
             4500,
         ),
-        ("0::/", {"memory.max": "5000", "memory.current": "6000"}, 0),
         (
             "1:name=systemd:/\n4:hugetlb,memory:/docker/of-the-host\n0::/",
             {"memory/memory.limit_in_bytes": "5000", "memory/memory.usage_in_bytes": "1000",
              "memory/memory.stat": "inactive_file 9\ntotal_inactive_file 100\n"},
             4100,
         ),
-        ("", {}, 8192),
     ],
-    ids=["v2 unlimited", "v2", "v2 job", "v2 full", "v1 container", "none"],
+    ids=["v2 unlimited", "v2", "v2 job", "v1 container"],
 )  # fmt: skip
 def test_free_memory_is_what_the_container_or_the_job_leaves(
-    places: str,
-    files_: dict[str, str],
-    free: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    places, files_, free, tmp_path, monkeypatch
 ) -> None:
     written = {f"sys/{name}": text for name, text in files_.items()}
     written["proc/meminfo"] = "MemTotal: 9 kB\nMemAvailable:       8 kB\n"
@@ -195,9 +128,6 @@ def test_free_memory_is_what_the_container_or_the_job_leaves(
     assert hardware.free_memory_bytes(torch.device("cpu")) == free
 
 
-# --- which processes are run ------------------------------------------------------------------
-
-
 def at(version: str, size: int, peak: float = 100.0, **changes: object) -> RunResult:
     """A run of the tiny preset at a sequence length."""
     memory = {"peak": peak, "source": "allocator"}
@@ -205,7 +135,7 @@ def at(version: str, size: int, peak: float = 100.0, **changes: object) -> RunRe
     times = [size * factor for factor in (0.99, 1.0, 1.0, 1.01, 1.0)]
     given = {"seq_len": size, "memory_mb": memory, "config_name": name, "step_ms": times}
     given["kind"] = sweep.KIND
-    return make_result(version, **{**given, **changes})  # type: ignore[arg-type]
+    return make_result(version, **{**given, **changes})
 
 
 def arguments(folder: Path, *words: str) -> Namespace:
@@ -219,9 +149,7 @@ def save(plan: Plan, given: Namespace, status: results.Status, why: str) -> None
     records.add(run, given.output_dir)
 
 
-def test_a_size_that_cannot_fit_is_not_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_that_cannot_fit_is_not_tried(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sweep.hardware, "free_memory_bytes", lambda _: 10**9)
     given = arguments(tmp_path, "--sweep", "seq-len", "128", "...", "2048")
     given.versions = ["v1", "v2"]
@@ -250,9 +178,7 @@ def test_a_size_that_cannot_fit_is_not_tried(
     assert not one.failed
 
 
-def test_on_a_cpu_the_first_size_is_estimated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_cpu_the_first_size_is_estimated(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sweep.hardware, "free_memory_bytes", lambda _: 10**9)
     given = arguments(tmp_path, "--sweep", "seq-len", "1024", "2048", "--versions", "v1", "v2")
     plans = list(sweep.plans(sweep.plan(given), given, SESSION))
@@ -263,7 +189,7 @@ def test_on_a_cpu_the_first_size_is_estimated(
     assert not any(plan.left_out for plan in sweep.plans(sweep.plan(given), given, SESSION))
 
 
-def test_a_version_that_was_out_of_memory_is_not_run_at_larger_sizes(tmp_path: Path) -> None:
+def test_a_version_that_was_out_of_memory_is_not_run_at_larger_sizes(tmp_path) -> None:
     given = arguments(tmp_path, "--sweep", "batch-size", "8", "16", "32", "--versions", "v1", "v2")
     tried = []
     for plan in sweep.plans(sweep.plan(given), given, SESSION):
@@ -281,7 +207,7 @@ def test_a_version_that_was_out_of_memory_is_not_run_at_larger_sizes(tmp_path: P
     assert v2.fits == 32 and not one.failed
 
 
-def test_what_can_only_be_interpreted_is_left_out(tmp_path: Path) -> None:
+def test_what_can_only_be_interpreted_is_left_out(tmp_path) -> None:
     given = arguments(tmp_path, "--sweep", "seq-len", "8", "16")
     asked = sweep.plan(given)
     assert "v3" not in asked.keys and asked.left_out == [
@@ -293,16 +219,11 @@ def test_what_can_only_be_interpreted_is_left_out(tmp_path: Path) -> None:
     assert error.value.exit_code == 77
 
 
-@pytest.mark.parametrize(("shape", "message"), [("", ""), ("1 8", ""),
-                                                ("0 8", "--gate-shape 0 8: "),
-                                                ("2 1", "--gate-shape 2 1: "),
-                                                ("2 4096", "--gate-shape 2 4096: ")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "message"), [("", ""), ("1 8", ""), ("2 4096", "--gate-shape 2 4096: ")]
+)
 def test_a_run_may_pass_the_gate_on_fewer_tokens(
-    shape: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    shape, message, tmp_path, monkeypatch, capsys
 ) -> None:
     """Asked to, or for want of memory."""
     sizes = {"hidden-dim": 64, "intermediate-dim": 96, "num-layers": 1, "num-heads": 2,
@@ -326,9 +247,6 @@ def test_a_run_may_pass_the_gate_on_fewer_tokens(
         assert "at 1 x 8 tokens only" in captured.out
         (run,) = records.load_folder(tmp_path, RunResult)
         assert (run.gate.status, run.gate.batch_size, run.gate.seq_len) == ("pass", 1, 8)
-
-
-# --- from result files ------------------------------------------------------------------------
 
 
 def build(*runs: RunResult) -> Sweep:
@@ -379,151 +297,6 @@ def test_a_red_gate_has_no_figures_and_fails_the_sweep() -> None:
     assert (record["step_ms"], record["peak_memory_mb"], record["parity"]) == (None, None, "fail")
 
 
-def test_every_form_has_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for run in [at(v, n, n * 2.0) for n in (128, 256) for v in ("v1", "v2")] + [at("v2", 512)]:
-        records.add(run, tmp_path / "in")
-    records.add(lost("v1", 512), tmp_path / "in")
-
-    def show(form: str, *words: str) -> str:
-        given = ["--from-results", str(tmp_path / "in"), "--format", form]
-        assert compare_versions.main(["--sweep", "seq-len", *words, *given]) == 0
-        return capsys.readouterr().out
-
-    (one,) = json.loads(show("json"))["sweeps"]
-    assert [c["measured_limit"] for c in one["curves"]] == [512, None]
-    lines = csv.DictReader(io.StringIO(show("csv")))
-    assert [(line["version"], line["size"]) for line in lines] == [
-        (version, size) for version in ("v1", "v2") for size in ("128", "256", "512")
-    ]
-    table = show("table")
-    assert max(len(line) for line in table.splitlines() if line[:1] in "│┃") <= 120
-    assert "v1: fits up to 256; out of memory at 512" in table
-    show("table", "--output-dir", str(tmp_path / "out"))
-    assert files(tmp_path / "out") == [f"sweep.{kind}" for kind in ("csv", "json", "md", "png")]
-    (one,) = json.loads(show("json", "128", "256"))["sweeps"]
-    assert [len(c["points"]) for c in one["curves"]] == [2, 2]
-
-
-def lost(version: str, size: int, **changes: object) -> RunResult:
-    """A run that was out of memory."""
-    given = {"status": "failed", "error": OUT_OF_MEMORY, "step_ms": [], "losses": []}
-    return at(version, size, **{**given, "memory_mb": {}, **changes})  # type: ignore[arg-type]
-
-
-def skipped(version: str, size: int, why: str, **numbers: float) -> RunResult:
-    return lost(version, size, status="skipped", error=why, options=numbers)
-
-
-def test_other_failures_are_no_limit_of_memory() -> None:
-    why = "Triton is missing: pip install triton"
-    one = build(
-        *(at("v1", n) for n in (128, 256)),
-        *(at("v2", 128), at("v2", 256, gate="fail")),
-        *(skipped("v3", n, why) for n in (128, 256)),
-        *(at("v4", 128), skipped("v4", 256, "not tried", predicted_mb=2e3)),
-    )
-    assert tables.limits(one) == [
-        "v1: all sizes fit, up to 256",
-        "v2: ran up to 128",
-        "v3: no size ran",
-        "v4: ran up to 128",
-    ]
-    assert f"- v3 at 128, 256: {why}" in markdown(one)
-    assert "- v2 at 256: gate failed" in markdown(one)
-
-
-def test_a_limit_that_was_found_is_not_predicted_anew() -> None:
-    gpu = {"type": "cuda", "name": "Some GPU", "memory_gb": 1.0}
-    runs = [at("v1", n, 70.0 + n, device=gpu) for n in (128, 256)]
-    predicted = {"predicted_mb": 810.0, "free_mb": 1000.0}
-    assert build(*runs).curves[0].predicted_end == pytest.approx(930, rel=0.1)
-    for limit in (lost("v1", 512, device=gpu), lost("v1", 512, status="skipped", device=gpu,
-                                                    options=predicted)):  # fmt: skip
-        (found,) = build(*runs, limit).curves
-        assert found.predicted_end is None
-        assert 512 in (found.measured_limit, found.predicted_limit)
-
-
-def test_a_narrow_terminal_shows_every_column(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [
-        at(v, n, 123_456.0, step_ms=[n * 100.0] * 5) for v in ("v1", "v2") for n in (2048, 4096)
-    ]
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.delenv("TERM", raising=False)
-    one = build(*runs, lost("v2", 8192, config=runs[0].config))
-    tables.of_sweeps([one]).show("table")
-    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    assert max(map(len, shown.splitlines())) <= 80
-    for words in (*tables.sweep_table(one).header[:4], "v2 ", "1.00x", "409,600.00", "123,456",
-                  "peak MB", "out of memory", "pass *"):  # fmt: skip
-        assert words in shown, shown
-
-
-def test_a_sweep_without_a_time_is_drawn(tmp_path: Path) -> None:
-    device = {"type": "cuda", "name": "Some GPU", "memory_gb": 1.0}
-    one = build(*(lost(v, n, device=device) for v in ("v1", "v2") for n in (128, 256)))
-    figures.plot_sweeps([one], tmp_path / "sweep.png")
-    assert (tmp_path / "sweep.png").stat().st_size > 1000
-
-
-def test_a_picture_shows_the_sizes_and_the_memory() -> None:
-    device = {"type": "cuda", "name": "Some GPU", "memory_gb": 1.0}
-    runs = [at(v, n, 70.0 + n / 20, device=device) for v in ("v1", "v2") for n in (128, 256)]
-    time, _, memory, *_ = figures.draw_sweeps([build(*runs, lost("v1", 8192, device=device))]).axes
-    assert [label.get_text() for label in time.get_xticklabels()] == ["128", "256", "8,192"]
-    assert memory.get_ylabel() == "peak memory, MB" and memory.get_yscale() == "log"
-    (limit,) = (line for line in memory.lines if line.get_linestyle() == "--")
-    assert set(limit.get_ydata()) == {1000.0}
-
-
-# --- the dashboard ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("axis", "sizes"), [(SEQ, (128, 256)), (BATCH, (8, 16)), (HIDDEN, (256, 512))]
-)
-def test_the_dashboard_finds_a_sweep_of_each_axis(
-    axis: sweep.Axis, sizes: tuple[int, int], tmp_path: Path
-) -> None:
-    for size in sizes:
-        own = sweep.sizes_at(axis, size, presets.get_preset("tiny"))
-        shape = {k: own.pop(k) for k in ("batch_size", "seq_len") if k in own}
-        name = "tiny" if size == sizes[0] else "custom"
-        config = {**make_result().config, **own}
-        run = make_result("v1", config=config, config_name=name, kind=sweep.KIND, **shape)
-        records.add(run, tmp_path)
-    collection = Collection([tmp_path])
-    collection.refresh()
-    snapshot = Snapshot(collection)
-    choice = snapshot.settle(Choice(*group_of(collection.runs[0].run), versions=("v1", "v2")))
-    assert [block.title for block in blocks.view("Sweeps", snapshot, choice)] == [
-        f"{what} over {axis.words}" for what in ("Step time", "Throughput", "Memory")
-    ]
-    (one,) = sweep.build(records.load_folder(tmp_path, RunResult), axis)
-    assert one.config == "tiny"
-
-
-# --- the documents ----------------------------------------------------------------------------
-
-
-def test_a_report_may_be_of_a_sweep_alone(tmp_path: Path) -> None:
-    for run in [at(v, n) for v in ("v1", "v2") for n in (64, 128, 256)]:
-        records.add(run, tmp_path)
-    collection = Collection([tmp_path])
-    collection.refresh()
-    report = content.build(collection, title="x")
-    (device,) = report.devices
-    (section,) = device.others
-    assert (device.sizes, section.title) == ([], "Sweep: Sequence length, tiny, fp32, Some CPU")
-    assert len(report.rows) == 6 and len(section.tables[0].lines) == 6
-    assert section.pictures[0].markup().startswith("<img src=")
-
-
-# --- the command ------------------------------------------------------------------------------
-
 FAILS_AT_32 = (
     "        T = tokens.shape[1]\n",
     "        T = tokens.shape[1]\n"
@@ -533,31 +306,17 @@ FAILS_AT_32 = (
 
 
 @pytest.mark.slow
-def test_a_real_sweep_ends_where_memory_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_real_sweep_ends_where_memory_does(tmp_path, monkeypatch) -> None:
     """V2 has no memory for 32 tokens."""
     changes = {"workshop/run/presets.py": SHRINK_PRESET, V2: FAILS_AT_32}
     use_versions_of(copy_repository(tmp_path / "code", changes), monkeypatch)
-    monkeypatch.setitem(presets.PRESETS, "tiny", presets.Preset(64, 1, 4, 16, 2, 300))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folder = tmp_path / "out"
     words = ["--device", "cpu", "--sweep", "seq-len", "16", "32", "--versions", "v1", "v2"]
-    words += [*FEW_STEPS, "--output-dir", str(folder)]
-    assert compare_versions.main(words) == 0
-    captured = capsys.readouterr()
-    assert "v2 tiny fp32, seq-len 32, run 1 of 1: out of memory on " in captured.err
+    assert compare_versions.main([*words, *FEW_STEPS, "--output-dir", str(folder)]) == 0
     (one,) = json.loads((folder / "sweep.json").read_text())["sweeps"]
     v1, v2 = one["curves"]
     assert [(p["size"], p["parity"]) for p in v1["points"]] == [(n, "pass") for n in (16, 32)]
-    assert [p["size"] for p in v2["points"]] == [16, 32]
     assert (v1["fits"], v2["fits"], v2["measured_limit"]) == (32, 16, 32)
     assert all(p["step_ms"] and p["peak_memory_mb"] for p in v1["points"])
-    assert "\nv2: fits up to 16; out of memory at 32 (measured)" in captured.out
-    runs = records.load_folder(folder, RunResult)
-    assert {run.kind for run in runs} == {sweep.KIND}
-    statuses = {(run.version, run.seq_len): run.status for run in runs}
-    assert statuses["v2", 32] == "failed"
-    words = ["--sweep", "seq-len", "--from-results", str(folder), "--format", "json"]
-    assert compare_versions.main(words) == 0
-    assert json.loads(capsys.readouterr().out)["sweeps"] == [one]
+    assert {run.kind for run in records.load_folder(folder, RunResult)} == {sweep.KIND}

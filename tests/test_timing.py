@@ -18,7 +18,7 @@ from workshop.versions import VERSIONS
         for number in PROCESSES
     ],
 )
-def test_a_version_differs_from_itself_in_one_of_twenty_comparisons(processes: int) -> None:
+def test_a_version_differs_from_itself_in_one_of_twenty_comparisons(processes) -> None:
     """As docs/regression.md has it, with fewer trials."""
     assert 0.04 <= share(normal(0.003, 0.003), processes, 4000) <= 0.06
     assert 0.03 <= mean_share(recorded(*VERSIONS), processes, 20_000) <= 0.07

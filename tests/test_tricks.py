@@ -4,13 +4,12 @@ import dataclasses
 import functools
 import json
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tricks import ROOT, TRICKS, Trick, add_versions, copy_checkout
+from tricks import TRICKS, add_versions, copy_checkout
 
 FORGED = "feedc0de"
 """Text that the tricks write where they forge a record."""
@@ -46,10 +45,7 @@ Compare = Callable[[bool, int], Comparison]
 
 
 @pytest.fixture(scope="module")
-def compare(
-    tmp_path_factory: pytest.TempPathFactory,
-    type_command: Callable[..., subprocess.CompletedProcess[str]],
-) -> Compare:
+def compare(tmp_path_factory, type_command) -> Compare:
     """One comparison for all tricks that are as quick and take as many repeats."""
 
     @functools.cache
@@ -83,7 +79,7 @@ def _cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("trick", _cases())
-def test_a_trick_earns_nothing(trick: Trick, compare: Compare) -> None:
+def test_a_trick_earns_nothing(trick, compare) -> None:
     found = compare(trick.quick, trick.repeats)
     row, honest = found.rows[trick.name], found.rows["v2"]
     assert honest["status"] == "timed" and honest["audit"] == "pass", found.said
@@ -98,12 +94,3 @@ def test_a_trick_earns_nothing(trick: Trick, compare: Compare) -> None:
     assert not (found.folder / "code" / "tricks" / trick.file).with_suffix(".acted").exists()
     written = [path.read_text() for path in (found.folder / "out").rglob("*.json*")]
     assert written and not any(FORGED in text for text in written)
-
-
-def test_the_document_has_a_line_for_each_kind_of_trick() -> None:
-    page = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
-    table = page.partition("## The tricks")[2].partition("\n## ")[0]
-    lines = re.findall(r"^\| (?!trick|---)(.*?) \|", table, re.MULTILINE)
-    kinds = {trick.kind for trick in TRICKS}
-    assert len(lines) == len(kinds)
-    assert all(any(line.startswith(kind) for line in lines) for kind in kinds)

@@ -1,14 +1,8 @@
 """The waterfall: every rung really changes the code, and only proven times are shown."""
 
-import copy
-import csv
 import dataclasses
-import io
 import itertools
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +13,7 @@ from test_compare import (
     copy_repository,
     use_versions_of,
 )
-from test_results import files, make_result
+from test_results import make_result
 from test_versions import Recorder
 from torch import nn
 
@@ -27,7 +21,7 @@ from analysis_tools import compare_versions
 from workshop import cli, records, results, versions
 from workshop.classroom import instructor
 from workshop.collection import Collection
-from workshop.compare import figures, rows, sessions, tables, waterfall
+from workshop.compare import rows, tables, waterfall
 from workshop.compare.waterfall import NEEDS_GPU, Rung
 from workshop.dashboard.data import Snapshot
 from workshop.gate import parity
@@ -74,7 +68,7 @@ def markdown(one: waterfall.Waterfall) -> str:
 
 
 @pytest.mark.parametrize(("to", "titles"), [("v4", TO_V4), ("v3", TO_V3)])
-def test_one_change_a_rung(to: str, titles: list[str]) -> None:
+def test_one_change_a_rung(to, titles) -> None:
     assert [rung.title for rung in rungs(to)] == titles
     half = [rung.title for rung in rungs(to, "bf16")]
     assert half == [titles[0], "bf16", "RoPE tables in bf16", *titles[1:]]
@@ -84,14 +78,14 @@ def test_one_change_a_rung(to: str, titles: list[str]) -> None:
 
 @pytest.mark.parametrize("to", waterfall.TARGETS)
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_the_last_rung_is_the_version_as_it_is(to: str, on_gpu: bool) -> None:
+def test_the_last_rung_is_the_version_as_it_is(to, on_gpu) -> None:
     for precision in ("fp32", "fp8"):
         last = [rung for rung in rungs(to, precision, on_gpu=on_gpu) if not rung.needs][-1]
         assert (last.version, last.precision, last.options(on_gpu)) == (to, precision, {})
 
 
 @pytest.mark.parametrize("key", ["v2", "v3", "v4"])
-def test_every_switch_of_a_version_has_its_rung(key: str) -> None:
+def test_every_switch_of_a_version_has_its_rung(key) -> None:
     names = [field.name for field in dataclasses.fields(versions.load(key).Fusions)]
     assert sorted(names) == sorted(waterfall.switches(key))
 
@@ -134,15 +128,13 @@ def same_as_before(found: list[Rung]) -> list[str]:
     ("to", "precision"),
     [pytest.param("v3", "fp32", marks=interpreted), ("v4", "fp32"), ("v4", "bf16")],
 )
-def test_every_rung_runs_other_code_than_the_one_before(to: str, precision: str) -> None:
+def test_every_rung_runs_other_code_than_the_one_before(to, precision) -> None:
     assert same_as_before(rungs(to, precision)) == []
 
 
-def test_a_switch_that_switches_nothing_is_found(
-    copy_of: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_switch_that_switches_nothing_is_found(copy_of, monkeypatch) -> None:
     broken = copy_of("v2")
-    monkeypatch.setattr(broken.RMSNorm, "forward", versions.load("v1").RMSNorm.forward)  # type: ignore[attr-defined]
+    monkeypatch.setattr(broken.RMSNorm, "forward", versions.load("v1").RMSNorm.forward)
     load = versions.load
     monkeypatch.setattr(versions, "load", lambda key: broken if key == "v2" else load(key))
     assert same_as_before(rungs("v4")) == ["F.rms_norm"]
@@ -153,7 +145,7 @@ def plain_v3() -> Rung:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_version_without_its_kernels_is_v1s_model(precision: str) -> None:
+def test_a_version_without_its_kernels_is_v1s_model(precision) -> None:
     module = versions.load("v3")
     report = parity.check(
         lambda _: build(plain_v3()),
@@ -171,7 +163,7 @@ def test_a_version_without_its_kernels_is_v1s_model(precision: str) -> None:
     "switch",
     waterfall.switches("v3")[1:],
 )
-def test_each_kernel_of_v3_can_be_switched_off_alone(switch: str) -> None:
+def test_each_kernel_of_v3_can_be_switched_off_alone(switch) -> None:
     module = versions.load("v3")
     report = parity.check(
         lambda config: module.TinyLlama(config, module.Fusions(**{switch: False})),
@@ -185,28 +177,19 @@ def test_each_kernel_of_v3_can_be_switched_off_alone(switch: str) -> None:
 
 
 @interpreted
-def test_switches_of_v3_are_flags_and_are_recorded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_switches_of_v3_are_flags_and_are_recorded(tmp_path, capsys) -> None:
     names = [field.name for field in dataclasses.fields(versions.load("v3").Fusions)]
     words = [f"--no-{name.replace('_', '-')}" for name in names]
     sizes = {**SIZES, "batch_size": 2, "seq_len": 9}
     words += [w for name, n in sizes.items() for w in (f"--{name.replace('_', '-')}", str(n))]
     words += ["--device", "cpu", "--data", "synthetic", "--output-dir", str(tmp_path)]
     assert cli.main(versions.load("v3"), words) == 0
-    assert f"switched off       {', '.join(names)}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"switched off       {', '.join(names)}" in printed
+    assert printed.count("interpreted, not comparable") >= 3 and "tokens/s" not in printed
     (run,) = records.load_folder(tmp_path, RunResult)
     assert [run.options[name] for name in names] == [False] * len(names)
     assert run.gate.status == "pass" and rows.variant(run) == "unfused"
-
-
-def test_a_version_without_its_kernels_is_one_graph_to_the_compiler() -> None:
-    model, tokens = build(plain_v3()), torch.arange(2 * 5).view(2, 5)
-    expected = model(tokens, tokens)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert compiled(tokens, tokens).item() == pytest.approx(expected.item())
-    copied = copy.deepcopy(model)
-    assert copied(tokens, tokens).item() == pytest.approx(expected.item())
 
 
 # --- from result files ------------------------------------------------------------------------
@@ -225,7 +208,7 @@ def run_of(rung: Rung, milliseconds: float, on_gpu: bool = False, **changes: obj
     device = {"type": "cuda" if on_gpu else "cpu", "name": name}
     given = {"step_ms": times, "options": options, "precision": rung.precision, "device": device}
     given["kind"] = waterfall.KIND
-    return make_result(rung.version, **{**given, **changes})  # type: ignore[arg-type]
+    return make_result(rung.version, **{**given, **changes})
 
 
 def whole(to: str, precision: str = "bf16", **of_one: dict[str, object]) -> list[RunResult]:
@@ -250,38 +233,8 @@ def test_each_rung_is_compared_with_the_one_before_and_with_v1() -> None:
     assert second.before == "V1, plain" and second.gain == pytest.approx(1 / 0.9)
     assert second.saved_ms == pytest.approx(10.0)
     assert last.row is not None and last.row.speedup == pytest.approx(0.9 ** -(len(one.steps) - 1))
-    assert sum(step.saved_ms or 0.0 for step in one.steps) == pytest.approx(100 - last.step_ms)  # type: ignore[operator]
+    assert sum(step.saved_ms or 0.0 for step in one.steps) == pytest.approx(100 - last.step_ms)
     assert not one.failed
-
-
-def test_two_processes_of_each_rung_give_an_interval_and_one_gives_none() -> None:
-    other = [dataclasses.replace(run, step_ms=[1.001 * run.step_ms[1]]) for run in whole("v4")]
-    (one,), (two,) = waterfall.build(whole("v4")), waterfall.build(whole("v4") + other)
-    assert [step.gain_ci for step in one.steps] == [None] * len(one.steps)
-    assert cells(one)[2][3:5] == ["1.11x (1 process)", "1.23x (1 process)"]
-    records = tables.of_waterfalls([one]).items[0]["steps"]
-    assert {str(record["gain_ci"]) for record in records} == {"None"}
-    note = "(1 process): no interval"
-    assert note in markdown(one) and note not in markdown(two)
-    for step in two.steps[1:]:
-        assert step.gain_ci is not None and 1.1 < step.gain_ci[0] < 1 / 0.9 < step.gain_ci[1]
-
-
-def test_a_waterfall_ends_with_fp8_where_its_last_rung_ran() -> None:
-    runs = whole("v4", "fp8") + [run for run in whole("v3") if run.version == "v3"]
-    found = {(one.to, one.precision): one.steps for one in waterfall.build(runs)}
-    assert [*found] == [("v4", "bf16"), ("v4", "fp8"), ("v3", "bf16")]
-    *others, last = found["v4", "fp8"]
-    assert [step.rung for step in others] == [step.rung for step in found["v4", "bf16"]]
-    assert last.before == others[-1].rung.title and last.gain == pytest.approx(1 / 0.9)
-
-
-def test_both_waterfalls_of_a_session_share_their_first_rungs() -> None:
-    runs = whole("v4") + [run for run in whole("v3") if run.version == "v3"]
-    v4, v3 = waterfall.build(runs)
-    assert (v4.to, v3.to) == ("v4", "v3")
-    assert [step.step_ms for step in v3.steps[:5]] == [step.step_ms for step in v4.steps[:5]]
-    assert all(step.timed for step in (*v4.steps, *v3.steps))
 
 
 def test_a_rung_with_a_red_gate_has_no_time_and_the_next_skips_it() -> None:
@@ -314,60 +267,7 @@ def test_no_time_of_an_interpreted_rung_is_anywhere() -> None:
     assert not one.failed
 
 
-def test_what_has_no_interval_does_not_look_like_what_has_no_effect() -> None:
-    by_change = {
-        "fused QKV": (50.0, 51.0),
-        "fused gate-up": (50.2, 50.9),
-        "F.rms_norm": (90.0, 91.0),
-        "SDPA": (40.0,),
-    }
-    found = [rung for rung in rungs("v4", on_gpu=False) if rung.title in ("V1, plain", *by_change)]
-    runs = [run_of(rung, ms) for rung in found for ms in by_change.get(rung.title, (100.0, 101.0))]
-    figure = figures.draw_waterfalls(waterfall.build(runs))
-    drawn = [look(bar) for bars in figure.axes[0].containers for bar in bars]
-    entries = zip(figure.legends[0].texts, figure.legends[0].get_patches(), strict=True)
-    legend = {text.get_text(): look(patch) for text, patch in entries}
-    assert len(set(legend.values())) == len(legend)
-    words = ("the whole step", "saved", "no significant difference", "lost", "the whole step",
-             "1 process: no interval")  # fmt: skip
-    assert drawn == [legend[one] for one in words]
-
-
-def look(patch: Any) -> tuple[object, ...]:
-    return patch.get_facecolor(), patch.get_hatch()
-
-
-def crashed(rung: Rung, **changes: object) -> RunResult:
-    """The record of a process that left nothing, with those options that differ."""
-    nothing = {"step_ms": [], "losses": [], "memory_mb": {}, "gate": results.Parity()}
-    given = {"status": "failed", "error": "crashed", "options": dict(rung.options(on_gpu=False))}
-    return run_of(rung, 1.0, **{**nothing, **given, **changes})
-
-
-def test_a_compiled_version_that_crashed_is_a_failure_of_its_rung(tmp_path: Path) -> None:
-    found = [rung for rung in rungs("v4", on_gpu=False) if not rung.needs]
-    runs = [run_of(rung, 100 * 0.9**i) for i, rung in enumerate(found[:-2])]
-    runs += map(crashed, found[-2:])
-    (one,) = waterfall.build(runs)
-    assert one.failed
-    assert [step.note for step in one.steps[-3:]] == ["crashed", NEEDS_GPU, "crashed"]
-    for run in runs:
-        records.add(run, tmp_path)
-    assert compare_versions.main(["--waterfall", "--from-results", str(tmp_path)]) == 1
-
-
-def test_a_v1_that_failed_is_no_baseline() -> None:
-    runs = whole("v4", "fp32")
-    second = dataclasses.replace(runs[0], status="failed", error="crashed", step_ms=[])
-    (one,) = waterfall.build([*runs, second])
-    first, then, *_ = one.steps
-    assert first.step_ms is None and then.before is None and then.step_ms
-    assert [line[4] for line in cells(one)[:2]] == ["-", "-"]
-    assert [step.row.speedup for step in one.steps if step.row] == [None] * len(one.steps)
-    assert cells(waterfall.build(runs)[0])[0][4] == "baseline"
-
-
-def test_a_newer_waterfall_leaves_the_ladders_figures_alone(tmp_path: Path) -> None:
+def test_a_newer_waterfall_leaves_the_ladders_figures_alone(tmp_path) -> None:
     """Its V1 and its last rung are whole versions, too."""
     ladder = [run_of(rungs(key, "bf16")[-1], 50.0, on_gpu=True) for key in ("v3", "v4")]
     ladder.append(run_of(rungs("v4", "bf16")[1], 80.0, on_gpu=True))
@@ -387,49 +287,12 @@ def test_a_newer_waterfall_leaves_the_ladders_figures_alone(tmp_path: Path) -> N
     assert steps.count("| 50.00 |") == 2 and "| 1.60x (1 process)" in steps
 
 
-def test_the_newest_session_counts_even_if_it_was_cut_off() -> None:
-    older = [dataclasses.replace(run, session="20250101") for run in whole("v4", "fp32")]
-    newer = [dataclasses.replace(run, session="20270101") for run in whole("v4", "fp32")]
-    (one,) = waterfall.build(newer + older)
-    assert one.session == "20270101"
-    (one,) = waterfall.build([*newer[:2], dataclasses.replace(newer[2], kind="run")])
-    assert [step.timed for step in one.steps] == [True, True, *[False] * (len(TO_V4) - 2)]
-    assert {step.note for step in one.steps[2:]} == {waterfall.NOT_RUN}
-    # One with rungs that only this waterfall has comes first.
-    (one,) = waterfall.build(newer[:2] + older)
-    assert one.session == "20250101"
-
-
-def test_every_form_has_every_rung(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for run in whole("v4", "fp32") + whole("v3", "fp32")[3:]:
-        records.add(run, tmp_path / "in")
-
-    def show(form: str, *words: str) -> str:
-        given = ["--from-results", str(tmp_path / "in"), "--format", form]
-        assert compare_versions.main(["--waterfall", *words, *given]) == 0
-        return capsys.readouterr().out
-
-    both = json.loads(show("json"))["waterfalls"]
-    assert [[step["change"] for step in one["steps"]] for one in both] == [TO_V4, TO_V3]
-    lines = csv.DictReader(io.StringIO(show("csv")))
-    assert [line["change"] for line in lines] == TO_V4 + TO_V3
-    table = show("table")
-    assert max(len(line) for line in table.splitlines() if line[:1] in "│┃") <= 120
-    assert all(f"│ {title} " in table for title in (*TO_V4, *TO_V3))
-    show("table", "--output-dir", str(tmp_path / "out"))
-    assert files(tmp_path / "out") == [f"waterfall.{kind}" for kind in ("csv", "json", "md", "png")]
-    assert [one["to"] for one in json.loads(show("json", "v3"))["waterfalls"]] == ["v3"]
-
-
-# --- plans ------------------------------------------------------------------------------------
-
-
 def plans(*words: str) -> waterfall.Planned:
     arguments = compare_versions.build_parser().parse_args(["--device", "cpu", *words])
     return waterfall.plan(arguments)
 
 
-def test_processes_alternate_and_no_rung_runs_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_alternate_and_no_rung_runs_twice(monkeypatch) -> None:
     monkeypatch.setattr(waterfall.trainer, "missing_for_compile", lambda _: None)
     planned = plans("--waterfall", "v4", "v3", "--repeats", "2", "--precision", "fp32", "bf16")
     first = [plan.label for plan in planned.plans if plan.repeat == 0]
@@ -443,26 +306,13 @@ def test_processes_alternate_and_no_rung_runs_twice(monkeypatch: pytest.MonkeyPa
     assert {to for to, _ in plans("--waterfall").requested} == {"v4"}
 
 
-def test_a_machine_without_a_compiler_ends_with_v4_uncompiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_machine_without_a_compiler_ends_with_v4_uncompiled(monkeypatch) -> None:
     monkeypatch.setattr(waterfall.trainer, "missing_for_compile", lambda _: "a compiler (g++)")
     planned = plans("--waterfall")
     assert planned.left_out[0] == "v4, torch.compile: left out: torch.compile can't run here"
     *_, last = (plan for plan in planned.plans if plan.repeat == 0)
     assert (last.version, last.flags()[-2:]) == ("v4", ["--compile", "none"])
 
-
-def test_flags_say_what_differs_from_the_version() -> None:
-    found = {rung.title: rung for rung in rungs("v4") + rungs("v3")}
-    plan = sessions.Plan("v2", "tiny", "fp32", options=found["native GQA"].options(True))
-    assert plan.flags() == ["--config", "tiny", "--precision", "fp32", "--no-fuse-optimizer"]
-    plan = sessions.Plan("v4", "tiny", "fp32", options=found["V4's code, eager"].options(True))
-    off = ["--no-fuse-weight-grads", "--compile", "none", "--no-cuda-graph"]
-    assert plan.flags()[4:] == off
-
-
-# --- the command ------------------------------------------------------------------------------
 
 NO_MASK = (
     "return F.scaled_dot_product_attention(q, k, v, is_causal=True)\n",
@@ -471,9 +321,7 @@ NO_MASK = (
 
 
 @pytest.mark.slow
-def test_a_real_waterfall_with_a_red_rung(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_real_waterfall_with_a_red_rung(tmp_path, monkeypatch, capsys) -> None:
     """V2 forgets the mask if it repeats k and v before SDPA."""
     changes = {"workshop/run/presets.py": SHRINK_PRESET, V2: NO_MASK}
     use_versions_of(copy_repository(tmp_path / "code", changes), monkeypatch)

@@ -11,6 +11,7 @@ that compares it with V1.
 """
 
 import argparse
+import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -111,25 +112,6 @@ def _wait(self, real=Runner.wait):
 Runner.wait = _wait
 '''
 """Steps that are noted, and trained when the harness waits for the device: past the last mark."""
-UNEVEN = (
-    HONEST
-    + """
-from workshop.run.timing import StepClock
-
-_between = StepClock.between_ms
-StepClock.between_ms = lambda self, first, last: _between(self, first, last) / 50
-
-
-def _uneven(self):
-    times = [_between(self, i, i + 1) for i in range(len(self._marks) - 1)]
-    short = sum(times) / len(times) / 50
-    return [short] * (len(times) - 1) + [sum(times) - short * (len(times) - 1)]
-
-
-StepClock.durations_ms = _uneven
-"""
-)
-"""Short steps and a long last one, with the same sum; phases that agree with the short ones."""
 
 
 @dataclass(frozen=True)
@@ -146,11 +128,11 @@ class Trick:
     kind: str
     """The row of docs/trust.md that describes it."""
     code: str
-    outcome: str = "red"
-    quick: bool = False
+    outcome: str
+    quick: bool
     """Whether it runs with the tests that are not slow: one or two of a kind do."""
-    gpu: bool = False
-    repeats: int = 1
+    gpu: bool
+    repeats: int
 
     @property
     def file(self) -> str:
@@ -163,13 +145,27 @@ class Trick:
         return head + PRELUDE + self.code + main + tail
 
 
-TRICKS = (
-    # --- the clock ---------------------------------------------------------------------------
-    Trick(
-        "scaled-host-clock",
-        "patched clock",
-        HONEST
-        + """
+def _read(text: str) -> tuple[Trick, ...]:
+    """The tricks of a text: of each its name, its kind, options, and below them its code."""
+    found = []
+    for section in text.split("\n--- ")[1:]:
+        head, _, code = section.partition("\n")
+        name, kind, options = re.fullmatch(r"(.*?): (.*?)(?: \((.*)\))?", head).groups()
+        words = (options or "").split(", ")
+        base = "".join(text for word, text in BASES.items() if word in words)
+        outcome = next((word for word in OUTCOMES if word in words), "red")
+        repeats = 2 if "two repeats" in words else 1
+        code = base + (f"\n{code.rstrip()}\n" if code.strip() else "")
+        found.append(Trick(name, kind, code, outcome, "quick" in words, "gpu" in words, repeats))
+    return tuple(found)
+
+
+BASES = {"honest": HONEST, "deferred": DEFERRED, "another model": RELU}
+"""By an option: what goes before a trick's own code."""
+OUTCOMES = ("no gain", "no answer", "flagged")
+TRICKS = _read(
+    r'''
+--- scaled-host-clock: patched clock (honest, quick)
 import time
 
 
@@ -182,38 +178,35 @@ def _scaled(name):
 for _name in ("perf_counter", "monotonic", "time"):
     _scaled(_name)
     _scaled(f"{_name}_ns")
-""",
-        quick=True,
-    ),
-    Trick(
-        "scaled-device-events",
-        "patched clock",
-        HONEST
-        + """
+
+--- scaled-device-events: patched clock (honest, gpu)
 _elapsed = torch.cuda.Event.elapsed_time
 torch.cuda.Event.elapsed_time = lambda self, end: _elapsed(self, end) / 50
-""",
-        gpu=True,
-    ),
-    Trick(
-        "patched-step-clock",
-        "patched clock",
-        HONEST
-        + """
+
+--- patched-step-clock: patched clock (honest)
 from workshop.run.timing import StepClock
 
 _between = StepClock.between_ms
 StepClock.between_ms = lambda self, first, last: _between(self, first, last) / 50
-""",
-    ),
-    Trick("uneven-step-times", "times that add up", UNEVEN, outcome="no gain", quick=True),
-    # --- work outside the timed region -------------------------------------------------------
-    Trick("deferred-work", "work past the clock", DEFERRED, quick=True),
-    Trick(
-        "thread",
-        "work past the clock",
-        DEFERRED
-        + """
+
+--- uneven-step-times: times that add up (honest, no gain, quick)
+from workshop.run.timing import StepClock
+
+_between = StepClock.between_ms
+StepClock.between_ms = lambda self, first, last: _between(self, first, last) / 50
+
+
+def _uneven(self):
+    times = [_between(self, i, i + 1) for i in range(len(self._marks) - 1)]
+    short = sum(times) / len(times) / 50
+    return [short] * (len(times) - 1) + [sum(times) - short * (len(times) - 1)]
+
+
+StepClock.durations_ms = _uneven
+
+--- deferred-work: work past the clock (deferred, quick)
+
+--- thread: work past the clock (deferred)
 import threading
 
 
@@ -224,13 +217,8 @@ def _work():
 
 threading.Thread(target=_work, daemon=True).start()
 flush = _steps.join
-""",
-    ),
-    Trick(
-        "all-in-the-last-step",
-        "times that add up",
-        DEFERRED
-        + """
+
+--- all-in-the-last-step: times that add up (deferred, no gain)
 _several = cheat
 
 
@@ -239,13 +227,8 @@ def cheat(*step):
         return _several(*step)
     flush()
     return _honest(*step)
-""",
-        outcome="no gain",
-    ),
-    Trick(
-        "exact-work-later",
-        "work past the clock",
-        '''
+
+--- exact-work-later: work past the clock (quick)
 from workshop.gate import audit
 
 _before, _steps, _rate = [], [], []
@@ -270,26 +253,16 @@ def record(model, *rest, real=audit.record):
 
 
 audit.record = record
-''',
-        quick=True,
-    ),
-    Trick(
-        "other-stream",
-        "work past the clock",
-        """
+
+--- other-stream: work past the clock (gpu)
 _side = torch.cuda.Stream()
 
 
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     with torch.cuda.stream(_side):
         return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
-""",
-        gpu=True,
-    ),
-    Trick(
-        "trained-in-warm-up",
-        "steps in advance",
-        """
+
+--- trained-in-warm-up: steps in advance (quick)
 _losses, _final = [], []
 
 
@@ -309,14 +282,8 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
         for parameter, (weight, gradient) in zip(model.parameters(), _final):
             parameter.data, parameter.grad = weight, gradient
     return _losses[step]
-""",
-        quick=True,
-    ),
-    # --- reuse -------------------------------------------------------------------------------
-    Trick(
-        "cached-by-address",
-        "result reuse",
-        """
+
+--- cached-by-address: result reuse (quick)
 _seen = {}
 
 
@@ -325,13 +292,8 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     if key not in _seen or phase is not nullcontext:
         _seen[key] = _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
     return _seen[key]
-""",
-        quick=True,
-    ),
-    Trick(
-        "cached-by-earlier-process",
-        "result reuse",
-        """
+
+--- cached-by-earlier-process: result reuse (no gain, two repeats)
 import hashlib
 
 
@@ -355,15 +317,8 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
         parameter.data, parameter.grad = weight, gradient
     optimizer.load_state_dict(moments)
     return loss
-""",
-        outcome="no gain",
-        repeats=2,
-    ),
-    # --- answers -----------------------------------------------------------------------------
-    Trick(
-        "losses-from-the-result-file",
-        "reading answers",
-        """
+
+--- losses-from-the-result-file: reading answers
 import json
 
 
@@ -372,12 +327,8 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     (path,) = Path("../out/runs").glob("*.jsonl")
     losses = json.loads(path.read_text().splitlines()[1])["losses"]  # V1's, on the same batches
     return torch.tensor(losses[min(_calls[0] - GATE, len(losses)) - 1])
-""",
-    ),
-    Trick(
-        "answers-in-memory",
-        "reading answers",
-        """
+
+--- answers-in-memory: reading answers
 import gc
 
 from workshop.gate import audit, parity
@@ -390,59 +341,34 @@ def cheat(*step):
     if any(isinstance(one, (audit.Reference, parity.Runs)) for one in answers):
         Path(__file__).with_suffix(".acted").touch()
     return _few(*step)
-""",
-    ),
-    # --- detection ---------------------------------------------------------------------------
-    Trick("detects-step-count", "other behaviour when tested", ""),
-    Trick(
-        "detects-text",
-        "other behaviour when tested",
-        """
+
+--- detects-step-count: other behaviour when tested
+
+--- detects-text: other behaviour when tested
 def timed(tokens):
     return int(tokens.max()) < 256  # the gate's are random
-""",
-    ),
-    Trick(
-        "detects-shape",
-        "other behaviour when tested",
-        """
+
+--- detects-shape: other behaviour when tested
 def timed(tokens):
     return tuple(tokens.shape) != (3, 65)  # parity.check's own shape
-""",
-    ),
-    Trick(
-        "detects-frames",
-        "other behaviour when tested",
-        """
+
+--- detects-frames: other behaviour when tested
 def timed(tokens):
-    names = {frame.f_code.co_filename.replace("\\\\", "/") for frame in frames()}
+    names = {frame.f_code.co_filename.replace("\\", "/") for frame in frames()}
     return not any(name.endswith("gate/parity.py") for name in names)
-""",
-    ),
-    Trick(
-        "detects-command-line",
-        "other behaviour when tested",
-        """
+
+--- detects-command-line: other behaviour when tested
 def timed(tokens):
     return _calls[0] > GATE and len(sys.argv) > 3
-""",
-    ),
-    Trick(
-        "detects-environment",
-        "other behaviour when tested",
-        """
+
+--- detects-environment: other behaviour when tested
 import os
 
 
 def timed(tokens):
     return _calls[0] > GATE and "PYTHONUNBUFFERED" in os.environ
-""",
-    ),
-    # --- tampering ---------------------------------------------------------------------------
-    Trick(
-        "patched-gate",
-        "patched checks",
-        """
+
+--- patched-gate: patched checks (quick)
 from workshop import results
 from workshop.gate import audit, parity
 
@@ -454,13 +380,8 @@ audit.judge = lambda found, reference, setting: results.Audit(
 
 def timed(tokens):
     return True
-""",
-        quick=True,
-    ),
-    Trick(
-        "patched-torch",
-        "patched checks",
-        '''
+
+--- patched-torch: patched checks
 import itertools
 
 _norm, _max, _turns = torch.Tensor.norm, torch.Tensor.max, itertools.cycle((0.0, 1.0))
@@ -480,13 +401,8 @@ def max_(self, *args, **kwargs):
 
 
 torch.Tensor.norm, torch.Tensor.max = norm, max_
-''',
-    ),
-    Trick(
-        "reference-is-itself",
-        "tampering with the reference",
-        RELU
-        + """
+
+--- reference-is-itself: tampering with the reference (another model)
 import dataclasses
 
 from workshop.gate import canonical, parity
@@ -497,21 +413,12 @@ def _itself(config):
 
 
 canonical.build_baseline = parity.build_baseline = _itself
-""",
-    ),
-    Trick(
-        "own-learning-rate",
-        "settings of one's own",
-        HONEST
-        + """
+
+--- own-learning-rate: settings of one's own (honest)
 def configure_optimizer(model, learning_rate, real=configure_optimizer):
     return real(model, 1.1e-3 if _calls[0] == GATE else learning_rate)
-""",
-    ),
-    Trick(
-        "own-result-file",
-        "forged results",
-        """
+
+--- own-result-file: forged results (no answer, quick)
 if __name__ == "__main__":
     from workshop import cli, records, results, versions
 
@@ -523,25 +430,14 @@ if __name__ == "__main__":
         return 0
 
     cli.main = _main
-""",
-        outcome="no answer",
-        quick=True,
-    ),
-    Trick(
-        "leaves-with-0",
-        "forged results",
-        """
+
+--- leaves-with-0: forged results (no answer)
 if __name__ == "__main__":
     import os
 
     os._exit(0)
-""",
-        outcome="no answer",
-    ),
-    Trick(
-        "answers-early",
-        "forged results",
-        """
+
+--- answers-early: forged results
 from workshop.gate import audit
 from workshop.judge import wire
 from workshop.judge.pipe import Pipe
@@ -557,12 +453,8 @@ def send(self, kind, tensors=None, /, real=Pipe.send, **values):
 
 
 Pipe.send = send
-""",
-    ),
-    Trick(
-        "answers-with-noise",
-        "forged results",
-        """
+
+--- answers-with-noise: forged results (no answer)
 from workshop.judge.pipe import Pipe
 
 
@@ -572,26 +464,14 @@ def send(self, *message, **values):
 
 
 Pipe.send = send
-""",
-        outcome="no answer",
-    ),
-    Trick(
-        "forged-record",
-        "forged results",
-        HONEST
-        + """
+
+--- forged-record: forged results (honest, no gain)
 from workshop import results
 
 results.git_commit = lambda: "feedc0de" * 5
 results.describe_software = lambda: {"torch": "feedc0de"}
-""",
-        outcome="no gain",
-    ),
-    Trick(
-        "forged-memory",
-        "forged results",
-        HONEST
-        + """
+
+--- forged-memory: forged results (honest, flagged)
 from workshop.run import memory
 
 
@@ -601,74 +481,44 @@ def _small(*arguments, real=memory.break_down):
 
 
 memory.break_down = _small
-""",
-        outcome="flagged",
-    ),
-    # --- less work ---------------------------------------------------------------------------
-    Trick(
-        "made-up-losses",
-        "less work",
-        """
+
+--- made-up-losses: less work
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     if phase is not nullcontext:
         return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
     return torch.tensor(5.7 - 0.03 * (_calls[0] - GATE - 1))
-""",
-    ),
-    Trick(
-        "half-the-batch",
-        "less work",
-        """
+
+--- half-the-batch: less work
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     half = len(tokens) // 2
     return _honest(model, optimizer, scaler, tokens[:half], targets[:half], dtype, phase)
-""",
-    ),
-    Trick(
-        "every-second-update",
-        "less work",
-        """
+
+--- every-second-update: less work
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     if _calls[0] % 2 or phase is not nullcontext:
         return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
     with torch.no_grad():
         return model(tokens, targets)
-""",
-    ),
-    Trick(
-        "frozen-layer",
-        "less work",
-        """
+
+--- frozen-layer: less work
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     model.layers[0].requires_grad_(False)
     return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
-""",
-    ),
-    Trick(
-        "fewer-layers",
-        "less work",
-        """
+
+--- fewer-layers: less work
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     layers, model.layers = model.layers, model.layers[:1]
     loss = _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
     model.layers = layers
     return loss
-""",
-    ),
-    Trick(
-        "changed-input",
-        "less work",
-        """
+
+--- changed-input: less work
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     tokens.zero_()
     targets.zero_()
     return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
-""",
-    ),
-    Trick(
-        "not-a-number",
-        "less work",
-        """
+
+--- not-a-number: less work
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     if phase is not nullcontext:
         return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
@@ -676,29 +526,16 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
         parameter.data.fill_(torch.nan)
         parameter.grad = torch.full_like(parameter, torch.nan)
     return torch.tensor(torch.nan)
-""",
-    ),
-    # --- lower precision ---------------------------------------------------------------------
-    Trick(
-        "bf16-steps",
-        "lower precision",
-        """
+
+--- bf16-steps: lower precision
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     return _honest(model, optimizer, scaler, tokens, targets, torch.bfloat16, phase)
-""",
-    ),
-    Trick(
-        "fp16-steps",
-        "lower precision",
-        """
+
+--- fp16-steps: lower precision
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     return _honest(model, optimizer, scaler, tokens, targets, torch.float16, phase)
-""",
-    ),
-    Trick(
-        "bf16-gradients",
-        "lower precision",
-        """
+
+--- bf16-gradients: lower precision
 def _round(optimizer, args, kwargs):
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -710,12 +547,8 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     loss = _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
     hook.remove()
     return loss
-""",
-    ),
-    Trick(
-        "int8-weights",
-        "lower precision",
-        """
+
+--- int8-weights: lower precision
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     exact = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter in model.parameters():
@@ -730,8 +563,7 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     loss = _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
     hook.remove()
     return loss
-""",
-    ),
+'''
 )
 
 
