@@ -9,7 +9,7 @@ import pytest
 import torch
 from stored_runs import lab_run, lab_session, reference, write, write_lab
 
-from analysis_tools import performance_dashboard, report_generator
+from analysis_tools import report_generator
 from workshop import labs, records, versions
 from workshop.collection import Collection
 from workshop.compare import lab_table, tables
@@ -299,17 +299,6 @@ def test_the_dashboard_without_labs(tmp_path: Path) -> None:
         assert "labs/inference_benchmark/micro_benchmarking_pytorch.py" in note.before[0][0]
         assert layout.hidden(snapshot, Choice(), "lab", LABS)
         write(tmp_path, reference())
-
-
-def test_the_exported_page_of_labs_alone(tmp_path: Path) -> None:
-    write_lab(tmp_path, *lab_session())
-    file = tmp_path / "a.html"
-    assert performance_dashboard.main(["--results", str(tmp_path), "--export", str(file)]) == 0
-    page = file.read_text(encoding="utf-8")
-    assert f'value="{blocks.CONTENTS}" checked' in page and "6,368.2" in page
-    (key,) = dashboard(tmp_path).labs
-    assert f'<option value="{key}" selected>' in page
-    assert f'data-view="Labs" data-key="{key}"' in page and "No results yet" in page
 
 
 def test_the_report_of_labs_alone(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
-"""The content of each view, in blocks of sentences, a figure and a table, for the server and the
-exported page."""
+"""The content of each view, in blocks of sentences, a figure and a table."""
 
 import itertools
 import math

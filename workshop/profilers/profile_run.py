@@ -129,7 +129,8 @@ class ProfileRun:
         self.runner.wait()
 
     def verdict(self) -> str:
-        return gradients_sentence(self.record)
+        assert self.record.gradients is not None  # since it was saved
+        return gradients_sentence(self.record.gradients)
 
     def save_record(self, folder: Path) -> Path:
         """Writes RUN_FILE: what was profiled, and what its last backward pass reached."""
@@ -256,10 +257,8 @@ def watch(run: Watched, steps: int, warmup: int, folder: Path) -> int:
     return errors.DONE
 
 
-def gradients_sentence(record: results.RunResult) -> str:
-    """Whether the profiled steps really trained the model; for a record that was saved."""
-    g = record.gradients
-    assert g is not None
+def gradients_sentence(g: results.Gradients) -> str:
+    """Whether a backward pass reached the whole model."""
     whole = g.params_with_grad == g.params_total
     return (
         f"{'gradients' if whole else 'SEVERED: gradients'} reached {g.tensors_with_grad} of "
