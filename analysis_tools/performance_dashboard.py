@@ -2,7 +2,8 @@
 labs.
 
 The page is served on this machine only (127.0.0.1), needs no network, and shows new results as they
-are written; report_generator.py writes a page to keep. On a node without a browser, forward the port: ssh -L 8050:127.0.0.1:8050 NODE
+are written; report_generator.py writes a page to keep. On a node without a browser, forward the
+port: ssh -L 8050:127.0.0.1:8050 NODE
 """
 
 import argparse
