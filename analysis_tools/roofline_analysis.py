@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--top", type=int, default=12, metavar="N", help="points to describe (default %(default)s)")
     folder = functools.partial(add, type=Path, metavar="DIR")
     folder("--results", help="where measured ceilings are kept (default: results/)")
-    folder("--output-dir", help="for roofline.png, .html, .csv, .json (default: DIR/roofline/)")
+    folder("--output-dir", help="for roofline.png, .csv, .json (default: DIR/roofline/)")
     return parser
 
 
@@ -202,18 +202,14 @@ def _write(roofline: Roofline, top: int, folder: Path) -> list[str]:
         folder / "roofline.json": results.json_text(as_json(roofline)),
         folder / "roofline.csv": as_csv(roofline),
     }
-    picture, page = folder / "roofline.png", folder / "roofline.html"
-    lines = []
-    for path, package in ((picture, "matplotlib"), (page, "plotly")):
-        if importlib.util.find_spec(package) is None:
-            lines.append(
-                f"{path.name}: skipped: {package} is missing: run `make setup`, or pip install it"
-            )
-        elif path == picture:
-            contents[path] = lambda path: figures.draw(roofline, path, labels=top)
-        else:
-            contents[path] = figures.page(roofline, limit=top)
-    results.write_together(contents, gone=[picture, page])
+    picture, lines = folder / "roofline.png", []
+    if importlib.util.find_spec("matplotlib") is None:
+        lines.append(
+            f"{picture.name}: skipped: matplotlib is missing: run `make setup`, or pip install it"
+        )
+    else:
+        contents[picture] = lambda path: figures.draw(roofline, path, labels=top)
+    results.write_together(contents, gone=[picture])
     return [*lines, f"Written: {', '.join(map(str, contents))}"]
 
 

@@ -29,15 +29,6 @@ MAIN, AUTOGRAD = 770, 806
 """Threads of the host."""
 SECOND, DAY = 1e6, 24 * 3600e6
 
-CATEGORIES_OF_2022 = {
-    "kernel": "Kernel",
-    "gpu_memcpy": "Memcpy",
-    "gpu_memset": "Memset",
-    "cuda_runtime": "Runtime",
-    "cpu_op": "Operator",
-    "user_annotation": "Operator",
-}
-
 
 # Traces made by hand. Times in µs, as in the file.
 
@@ -170,15 +161,6 @@ def test_what_was_launched_before_the_first_step_is_left_out(tmp_path: Path) -> 
     assert (without_steps.launches, without_steps.host_calls["cudaLaunchKernel"].calls) == (9, 3)
     with pytest.raises(WorkshopError, match="no kernels and no operators"):
         read(tmp_path, *late[:2], step[0])
-
-
-def test_a_trace_of_2022_reads_as_todays(tmp_path: Path) -> None:
-    with gzip.open(H200) as file:
-        trace = json.load(file)
-    today = read(tmp_path, *trace["traceEvents"])
-    for entry in trace["traceEvents"]:
-        entry["cat"] = CATEGORIES_OF_2022.get(entry.get("cat"), entry.get("cat"))
-    assert read(tmp_path, *trace["traceEvents"]) == today and today.phases_ns and today.launches
 
 
 MI300X, RADEON = "AMD Instinct MI300X", "AMD Radeon Graphics"

@@ -339,7 +339,7 @@ MAY_BE: dict[str, tuple[Path | str, tuple[str, ...]]] = {
     "kineto": (FIXTURES / "kineto/h200_v3_small_step.json.gz", ("r0.json.gz", "a.trace.json.gz")),
     "ncu": (FIXTURES / "ncu/ncu_raw_h200.csv", ("raw.csv", "ncu.log", "raw.csv.gz")),
     "proton": (FIXTURES / "proton/h200_proton.hatchet", ("proton.hatchet", "tree.json")),
-    "nsys": (NSYS, ("rep_gpukernsum.csv", "rep_cuda_gpu_kern_sum.csv.gz", "mine.csv")),
+    "nsys": (NSYS, ("rep_cuda_gpu_kern_sum.csv.gz", "mine.csv")),
     "nsys as printed": ("Processing [rep.sqlite] with x\n" + NSYS, ("stats.txt",)),
     "rocprofv3": (TRACED, ("run_kernel_trace.csv.gz", "mine.csv", "mine.csv.gz")),
     "copies": (amd.table_text(amd.COPY_TRACE, [amd.copy("X", 0, 7)]), ("1_memory_copy_trace.csv",)),

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import stored_runs
-from browser import complaints, open_browser, requested
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -42,7 +41,7 @@ H200 = ROOT / "results/reference/nvidia_h200"
 CPU_PROFILE = ROOT / "results/reference/cpu_amd_epyc/profiles/v4/pytorch_profiler"
 MEDIUM = H200 / "runs" / "20261127-004115-594ab2.jsonl"
 HOSTILE = "\x1b[31m[bold]<b>evil</b>[/bold]<script>alert(1)</script>$x^2$"
-FILES = ["roofline.csv", "roofline.html", "roofline.json", "roofline.png"]
+FILES = ["roofline.csv", "roofline.json", "roofline.png"]
 
 
 @pytest.fixture
@@ -373,26 +372,24 @@ def test_names_from_files_are_text(analyse: Callable[..., Any], tmp_path: Path) 
     kernel_file.write(table, tmp_path / "profile")
     status, printed, _ = analyse(tmp_path / "profile")
     assert status == 0 and "\x1b" not in printed and "[bold]" in printed
-    page = (tmp_path / "out/roofline.html").read_text()
-    assert "<script>alert" not in page and "<b>evil" not in page and "\x1b" not in page
     [points] = [trace for trace in roofline_figures.plotly_figure(
         with_ceilings(roofline_inputs.load([tmp_path / "profile"]))
     ).data if trace.mode == "markers+text"]  # fmt: skip
     assert "&lt;b&gt;evil" in points.hovertext[0], "plotly reads tags in its texts"
 
 
-def test_without_plotly_the_rest_is_written_and_the_reason_printed(
+def test_without_matplotlib_the_rest_is_written_and_the_reason_printed(
     analyse: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/roofline.html").write_text("of an earlier roofline")
+    (tmp_path / "out/roofline.png").write_text("of an earlier roofline")
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "plotly" else find(name)
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
     )
     status, printed, _ = analyse(NCU)
-    assert status == 0 and "roofline.html: skipped: plotly is missing" in printed
-    assert written(tmp_path) == ["roofline.csv", "roofline.json", "roofline.png"]
+    assert status == 0 and "roofline.png: skipped: matplotlib is missing" in printed
+    assert written(tmp_path) == ["roofline.csv", "roofline.json"]
 
 
 # --- ceilings ------------------------------------------------------------------------------------
@@ -488,10 +485,3 @@ def test_as_it_is_typed(
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines()[:10])) <= 80
     assert sorted(path.name for path in (tmp_path / "roofline").iterdir()) == FILES
-    page = tmp_path / "roofline/roofline.html"
-    assert "vectorized_elementwise_kernel&lt;silu_kernel&gt;" in page.read_text()
-    with open_browser(tmp_path / "profile") as browser:
-        browser.get(page.as_uri())
-        assert browser.find_elements("css selector", ".main-svg")
-        assert complaints(browser) == []
-        assert requested(browser) == {page.as_uri()}

@@ -52,14 +52,6 @@ _WITHOUT_WORKERS = "SingleProcess"
 _TRANSFER = "gloo:"
 """The start of the names of ranges in which gloo's threads send and receive."""
 _RANGES = (*PHASES, *_STEP_RANGES, _OPTIMIZER_RANGE, _LOADER_RANGE)
-_OLD_CATEGORIES = {
-    "Kernel": "kernel",
-    "Memcpy": "gpu_memcpy",
-    "Memset": "gpu_memset",
-    "Runtime": "cuda_runtime",
-    "Operator": "cpu_op",
-}
-"""Names in traces until 2022, and today's."""
 WHOLE_TRACE = "Trace"
 """The category of Kineto's own span, from the profiler's start to its stop."""
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -176,12 +168,9 @@ def _host_ns(path: Path, clock: "Clock") -> float:
 
 
 def category(event: dict) -> str:
-    """The kind of an event, by the names that today's PyTorch has for it; "" where it does not say.
-    Until 2022 ranges were operators, too."""
+    """The kind of an event; "" where it does not say."""
     found = event.get("cat")
-    if found == "Operator" and str(event.get("name")).partition("#")[0] in _RANGES:
-        return "user_annotation"
-    return _OLD_CATEGORIES.get(found, found) if isinstance(found, str) else ""
+    return found if isinstance(found, str) else ""
 
 
 def recognises_json(start: str) -> bool:

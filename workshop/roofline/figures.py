@@ -1,4 +1,4 @@
-"""Draws a roofline: a PNG for a projector, and an interactive page that needs no network."""
+"""Draws a roofline: a PNG for a projector, and an interactive figure for the dashboard."""
 
 import html
 import math
@@ -23,7 +23,7 @@ COLOURS = KERNEL_COLOURS | {
 }
 """By category: a kernel's as in other pictures, a step's parts as in the comparisons'."""
 MOST_DRAWN = 200
-"""Points in a picture and in the page's table. Those that follow are the shortest kernels."""
+"""Points in a picture. Those that follow are the shortest kernels."""
 WIDTH, HEIGHT, DPI = 1600, 900, 100
 """Of the PNG, in pixels."""
 _FLAG = "#B3261E"
@@ -111,7 +111,7 @@ class Mark:
 
     @property
     def diameter(self) -> float:
-        """In pixels of the page."""
+        """In pixels of the interactive figure."""
         return math.sqrt(self.area) * 0.9
 
     @property
@@ -418,10 +418,10 @@ def _draw_legend(figure: Any, drawn: Sequence[Mark], origins: Iterable[str]) -> 
     )  # fmt: skip
 
 
-# --- the page ------------------------------------------------------------------------------------
+# --- the interactive figure, and the table -------------------------------------------------------
 
 _PAGE_PLOT = 950.0, 560.0
-"""About the size of the page's plot, in pixels; a browser's window decides."""
+"""About the size of the plot, in pixels; a browser's window decides."""
 
 
 def plotly_figure(roofline: Roofline) -> Any:
@@ -516,30 +516,6 @@ def _hover(roofline: Roofline, mark: Mark) -> str:
         part = f", {point.share:.1%}" if point.share is not None else ""
         rows.append(f"{point.seconds * 1e3:,.4g} ms{part}")
     return "<br>".join(rows)
-
-
-def page(roofline: Roofline, *, limit: int = 10) -> str:
-    """A self-contained HTML page: the figure with all of plotly.js, the sentences for the first
-    `limit` points, a table of all."""
-    import jinja2
-
-    figure = plotly_figure(roofline).to_html(
-        full_html=False, include_plotlyjs=True, config={"displaylogo": False, "responsive": True}
-    )
-    more = len(roofline.points) - MOST_DRAWN
-    left_out = [f"{more:,} shorter kernels are in roofline.csv alone"] if more > 0 else []
-    header, *rows = table_cells(roofline)[: MOST_DRAWN + 1]
-    template = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
-    return jinja2.Template(template, autoescape=True, undefined=jinja2.StrictUndefined).render(
-        title=f"Roofline of {roofline.heading}",
-        figure=figure,
-        flags=model.flags(roofline),
-        sentences=model.sentences(roofline, limit),
-        header=header,
-        rows=rows,
-        ceilings=[f"{model.ceiling_text(c)} ({c.origin}): {c.source}" for c in roofline.ceilings],
-        notes=[*roofline.notes, *left_out],
-    )
 
 
 HEADER = (
