@@ -19,10 +19,10 @@ import stored_runs
 from analysis_tools import performance_dashboard
 from workshop import records, versions
 from workshop.collection import Collection
-from workshop.compare.figures import NEITHER, SAVED
 from workshop.compare.rows import build_rows, ordinary
 from workshop.dashboard import blocks, figures, server
 from workshop.dashboard.data import Choice, Live, Snapshot
+from workshop.profilers.names import display_name
 from workshop.report import comparisons
 from workshop.results import RunResult
 
@@ -115,10 +115,10 @@ def show(window: Any, view: str, word: str) -> None:
 
 WORDS = {
     blocks.CONTENTS: "V3 is 3.39x",
-    SPEED: "Peak memory",
-    "Same model?": "Largest difference between 7 versions",
-    "Ladder": "What each rung saves",
-    "Sweeps": "over batch size",
+    SPEED: "What fills the memory at its peak",
+    "Same model?": "Largest difference from V1",
+    "Ladder": "Where it is saved",
+    "Sweeps": "Cost as work grows",
     ROOFLINE: "V3's kernels",
     KERNELS: "elementwise_kernel<masked_fill_kernel>",
     blocks.LABS: "6,368.2",
@@ -217,7 +217,7 @@ def test_names_are_text(window: Any, hostile: Path) -> None:
         assert AS_SHOWN in text(window, "#device") and AS_SHOWN in text(window, "#preset")
         until(lambda: f"IMPLAUSIBLE: {AS_SHOWN}" in text(window, "#alarms"), "an alarm")
         show(window, KERNELS, AS_SHOWN)
-        show(window, blocks.LABS, f"IMPLAUSIBLE: fp32: {AS_SHOWN}")
+        show(window, blocks.LABS, f"fp32: {AS_SHOWN}")
         harmless(window)
 
 
@@ -295,11 +295,9 @@ def test_a_page_opened_after_news_shows_them(tmp_path: Path) -> None:
 def test_the_bars_are_the_rows_numbers() -> None:
     runs = ordinary(records.load_folder(REFERENCE / "nvidia_h200" / "runs", RunResult))
     rows = [row for row in build_rows(runs) if row.config == "medium"]
-    phases = {bars.name: bars for bars in figures.phases(rows).data}
-    shown = {"tokens_per_s": figures.throughput(rows).data[0]}
-    shown |= {"speedup": figures.speedups(rows).data[0], "step_ms": phases["whole step"]}
-    shown |= {f"{part}_ms": phases[part] for part in ("forward", "backward", "optimizer")}
-    for field, bars in shown.items():
+    shown = {"tokens_per_s": figures.throughput(rows), "speedup": figures.speedups(rows)}
+    for field, figure in shown.items():
+        bars = figure.data[0]
         expected = {row.label: getattr(row, field) for row in rows}
         assert dict(zip(bars.x, bars.y, strict=True)) == expected, field
 
@@ -317,66 +315,54 @@ def test_all_sizes_of_a_session_have_one_peak(tmp_path: Path) -> None:
     assert [row.peak_tflops for row in (*shown, *reported)] == [300.0] * 4
 
 
-def test_a_sweep_is_of_one_session_and_has_no_point_where_that_failed(tmp_path: Path) -> None:
-    content = stored_runs.reference()
-    red = content["gate"] | {"status": "fail", "failures": ["logits differ"]}
-    for session, lengths in (("1", (64, 128, 256)), ("2", (128, 256, 512)), ("3", (128,))):
-        for length in lengths:
-            step_ms = [100.0 * int(session) + length] * 9
-            at = {"session": session, "seq_len": length, "step_ms": step_ms, "kind": "sweep point"}
-            if (session, length) == ("2", 256):
-                at |= {"gate": red, "status": "gate failed", "step_ms": []}
-            stored_runs.write(tmp_path, content, f"{session}-{length}", **at)
-    snapshot = snapshot_of(tmp_path)
-    group = next(group for group in snapshot.groups if group.shape == "8 × 128")
-    found = blocks.view("Sweeps", snapshot, snapshot.settle(Choice(*group)))
-    assert [block.key for block in found] == ["seq-len-step", "seq-len-throughput",
-                                              "seq-len-memory"]  # fmt: skip
-    assert found[0].figure is not None
-    line = found[0].figure.data[0]
-    assert list(zip(line.x, line.y, strict=True)) == [(128, 328), (512, 712)]
-
-
-def test_switches_are_shown_with_their_version(tmp_path: Path) -> None:
-    content = stored_runs.reference("v2")
-    without = content["options"] | {"fuse_qkv": False}
-    slower = [ms + 1.0 for ms in content["step_ms"]]
-    stored_runs.write(tmp_path, content)
-    stored_runs.write(tmp_path, content, "off", options=without, step_ms=slower)
-    snapshot = snapshot_of(tmp_path)
-    found = {b.key: b for b in blocks.view("Ladder", snapshot, snapshot.settle(Choice()))}
-    figure = found["switches-v2"].figure
-    assert figure is not None and figure.layout.yaxis.ticktext == ("no-fuse-qkv",)
-    assert figure.data[0].x[0] == pytest.approx(1.0)
+def words_of(block: blocks.Block) -> list[str]:
+    return [cell.text for table in block.tables for line in table.lines for cell in line.cells]
 
 
 def test_the_ladder_has_the_versions_of_one_comparison(tmp_path: Path) -> None:
     content = stored_runs.reference()
     for key, session, medians in (
         ("v1", "2", (80, 81)), ("v2", "2", (80, 82)), ("v3", "2", (40, 41)), ("v4", "1", (20, 20)),
-        ("hf", "2", (5, 5)), ("v1", "1", (90, 90)),
+        ("v1", "1", (90, 90)),
     ):  # fmt: skip
         for number, ms in enumerate(medians):
             changes = {"version": key, "session": session, "step_ms": [ms] * 20, "options": {}}
             stored_runs.write(tmp_path, content, str(number), **changes)
     snapshot = snapshot_of(tmp_path)
     choice = snapshot.settle(Choice())
-    fall, parts = blocks.view("Ladder", snapshot, choice)
-    assert fall.figure is not None and parts.figure is not None
-    bars = fall.figure.data[0]
-    assert bars.x == ("v1", "v1 → v2", "v2 → v3", "left")
-    assert (bars.base, bars.y) == ((0, 80.5, 40.5, 0), (80.5, 0.5, 40.5, 40.5))
-    grey = versions.ALL["v1"].colour
-    assert bars.marker.color == (grey, NEITHER, SAVED, grey)
-    assert bars.text[1] == "<b>+0.5 ms</b><br>+1%<br>no difference"
-    assert parts.figure.data[0].x == ("v3",), "as the table says of v2: no significant difference"
-    assert fall.after == ["Left out: v4 (another comparison), hf (a peer)."]
+    (saved,) = blocks.view("Ladder", snapshot, choice)
+    (line,) = saved.tables[0].lines  # of v2 there is no significant difference
+    assert (line.cells[0].text, line.cells[-1].text) == ("v3", "40.00")
     overview = {block.key: block for block in blocks.view(SPEED, snapshot, choice)}
     speedups = overview["speedup"].figure
     assert speedups is not None and speedups.data[0].error_y.array[0] is None, "of V1 over itself"
+    assert {"phases", "memory"} < overview.keys()
 
 
-def test_each_profile_has_a_bar_of_its_own_as_long_as_its_list(tmp_path: Path) -> None:
+def test_a_waterfall_and_a_sweep_are_shown_on_their_device(selection: Path) -> None:
+    snapshot = snapshot_of(selection)
+    choice = snapshot.settle(Choice())
+    falls = [block.key for block in blocks.view("Ladder", snapshot, choice)]
+    sweeps = blocks.view("Sweeps", snapshot, choice)
+    assert falls[0] == "savings" and falls[1].startswith("waterfall")
+    assert sweeps and all(block.key.startswith("sweep") and block.pictures for block in sweeps)
+    assert blocks.view("Sweeps", snapshot, choice) is sweeps, "made once"
+    elsewhere = [group for group in snapshot.groups if group.device != choice.device]
+    for group in elsewhere:
+        (note,) = blocks.view("Sweeps", snapshot, snapshot.settle(Choice(*group)))
+        assert note.key == "sweeps"
+
+
+def test_pictures_are_images_by_themselves(selection: Path) -> None:
+    snapshot = snapshot_of(selection)
+    choice = snapshot.settle(Choice())
+    shown = [*blocks.view(SPEED, snapshot, choice), *blocks.view(ROOFLINE, snapshot, choice)]
+    sources = [picture.source for block in shown for picture in block.pictures]
+    kinds = [source.partition(";")[0] for source in sources]
+    assert kinds[:2] == ["data:image/svg+xml"] * 2 and "data:image/png" in kinds
+
+
+def test_each_profile_has_a_name_of_its_own(tmp_path: Path) -> None:
     labs = REFERENCE / "nvidia_h200" / "inference_benchmark" / "profiles"
     shutil.copytree(labs, tmp_path / "lab" / "profiles")
     record = stored_runs.content(PROFILE / "run.jsonl")
@@ -392,34 +378,15 @@ def test_each_profile_has_a_bar_of_its_own_as_long_as_its_list(tmp_path: Path) -
     snapshot = snapshot_of(tmp_path)
     shown = []
     for key, profile in snapshot.profiles.items():
-        bars, hot, *_ = blocks.view(KERNELS, snapshot, Choice(profile=key))
-        assert bars.figure is not None and hot.table is not None
-        names = bars.figure.layout.yaxis.ticktext
-        assert len(set(names)) == len(names) and snapshot.profile_labels[key] in hot.title
-        assert {trace.y for trace in bars.figure.data} == {None}, "a place for each name"
-        lengths = [sum(ms) for ms in zip(*(t.x for t in bars.figure.data), strict=True)]
-        _, _, _, ms, *_ = hot.table.rows[-1]
-        assert hot.table.header[3] == "ms a step" and profile.table.steps
-        assert float(str(ms).replace(",", "")) == pytest.approx(
-            profile.table.total_ns / profile.table.steps / 1e6, abs=1e-3
-        )
-        assert len(lengths) == len(names)
-        assert any(length == pytest.approx(float(str(ms)), abs=1e-3) for length in lengths)
-        shown.append(names)
+        beside, hot = blocks.view(KERNELS, snapshot, Choice(profile=key))
+        assert snapshot.profile_labels[key] in hot.title
+        first = profile.table.kernels[0]
+        assert words_of(hot)[:2] == [display_name(first.name, 60), first.category]
+        shown.append(beside.pictures[0].alt)
     later = "v1, 2027-01-01 10:11"
-    assert shown[:2] == [("fp16", "fp32")] * 2
-    assert (
-        shown[2:]
-        == [
-            (
-                "v1, 2026-11-26 07:41",
-                f"{later}, b/v1/tool",
-                f"{later}, c/v1/tool",
-                "v1, compile=default",
-            )
-        ]
-        * 4
-    )
+    names = (f"{later}, b/v1/tool", f"{later}, c/v1/tool", "v1, compile=default")
+    assert all("fp16 " in alt and "fp32 " in alt for alt in shown[:2])
+    assert all(f"{name} " in alt for alt in shown[2:] for name in (*names, "v1, 2026-11-26 07:41"))
     assert len(set(snapshot.profile_labels.values())) == len(snapshot.profiles)
     *_, contents = blocks.view(blocks.CONTENTS, snapshot, Choice())
     assert contents.title == "Profiles: 6"
@@ -440,10 +407,10 @@ def test_a_red_gate_is_in_no_figure(tmp_path: Path) -> None:
     figure = overview["throughput"].figure
     assert figure is not None and list(figure.data[0].x) == ["v1"]
     assert [note.text for note in figure.layout.annotations] == ["FAIL"]
-    ladder = blocks.view("Ladder", snapshot, snapshot.settle(Choice()))
-    assert [block.figure for block in ladder] == [None]
-    proof = str(blocks.view("Same model?", snapshot, snapshot.settle(Choice())))
-    assert "not finite" in proof and "1.0e-08" not in proof
+    (ladder,) = blocks.view("Ladder", snapshot, snapshot.settle(Choice()))
+    assert not ladder.tables
+    proof = {b.key: b for b in blocks.view("Same model?", snapshot, snapshot.settle(Choice()))}
+    assert "not finite" in words_of(proof["gate"])
 
 
 def test_the_newest_day_s_fullest_comparison_is_seen_first(tmp_path: Path) -> None:
@@ -462,11 +429,12 @@ def test_a_gate_on_fewer_tokens_is_marked(tmp_path: Path) -> None:
     stored_runs.write(tmp_path, run)
     snapshot = snapshot_of(tmp_path)
     choice = snapshot.settle(Choice())
-    shown = ("pass *", "the gate ran on fewer tokens than the run: 4 x 1024")
-    for view in ("Speed and memory", "Same model?"):
-        tables = [block.table for block in blocks.view(view, snapshot, choice) if block.table]
-        (gate,) = {row[1] for table in tables for row in table.rows if table.header[1] == "verdict"}
-        assert (gate.text, gate.title) == shown
+    summary, *_ = blocks.view(SPEED, snapshot, choice)
+    gate = summary.tables[0].lines[0].cells[1]
+    assert gate.text == "pass *"
+    assert gate.title == "the gate ran on fewer tokens than the run: 4 x 1024"
+    gates = {block.key: block for block in blocks.view("Same model?", snapshot, choice)}["gate"]
+    assert "pass *" in words_of(gates) and any(line.startswith("*") for line in gates.after)
 
 
 # --- the command line ----------------------------------------------------------------------------

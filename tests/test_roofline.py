@@ -372,10 +372,6 @@ def test_names_from_files_are_text(analyse: Callable[..., Any], tmp_path: Path) 
     kernel_file.write(table, tmp_path / "profile")
     status, printed, _ = analyse(tmp_path / "profile")
     assert status == 0 and "\x1b" not in printed and "[bold]" in printed
-    [points] = [trace for trace in roofline_figures.plotly_figure(
-        with_ceilings(roofline_inputs.load([tmp_path / "profile"]))
-    ).data if trace.mode == "markers+text"]  # fmt: skip
-    assert "&lt;b&gt;evil" in points.hovertext[0], "plotly reads tags in its texts"
 
 
 def test_without_matplotlib_the_rest_is_written_and_the_reason_printed(
