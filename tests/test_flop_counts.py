@@ -184,4 +184,4 @@ def test_a_failure_of_deepspeed_is_the_status_and_a_cut_backward_pass_is_named(
 
 def cut_off(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """A loss that reaches the last norm alone."""
-    return model.forward(tokens, targets).detach() + 0 * model.norm.weight.sum()
+    return model.forward(tokens, targets).detach() + model.norm.weight.sum()
