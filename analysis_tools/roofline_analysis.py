@@ -1,9 +1,8 @@
 """Shows how close a training step or its kernels come to a chip's limits, and which limit it is.
 
 PATH is found out from its content: a result file or a folder of results (whole steps and their
-parts), what ncu, rocprof-compute or rocprofv3 counted (each kernel), a trace of torch.profiler in
-its runner's folder (all products together), or a result of V3's benchmark. No GPU is needed for
-it.
+parts), what ncu, rocprof-compute or rocprofv3 counted (each kernel), or a result of V3's benchmark.
+No GPU is needed for it.
 """
 
 import argparse
