@@ -2,7 +2,8 @@
 labs.
 
 The page is served on this machine only (127.0.0.1), needs no network, and shows new results as they
-are written. On a node without a browser, forward the port: ssh -L 8050:127.0.0.1:8050 NODE
+are written; report_generator.py writes a page to keep. On a node without a browser, forward the
+port: ssh -L 8050:127.0.0.1:8050 NODE
 """
 
 import argparse
@@ -11,7 +12,6 @@ import sys
 import threading
 import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -24,11 +24,8 @@ if __name__ == "__main__":
 from workshop.arguments import parse  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 
-if TYPE_CHECKING:
-    from workshop.collection import Collection
-
 PORT = 8050
-NEEDS = ("dash", "plotly", "jinja2")
+NEEDS = ("dash", "plotly")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,8 +41,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="with results; may be repeated (default: results/)")  # fmt: skip
     add("--port", type=int, default=PORT, help="0 for any that is free (default %(default)s)")
     add("--no-browser", action="store_true", help="open no browser, only print the address")
-    add("--export", type=Path, metavar="FILE.html",
-        help="write one self-contained page, to keep or to send, and start no server")  # fmt: skip
     return parser
 
 
@@ -55,43 +50,24 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    _check(arguments)
+    errors.require(*NEEDS)
+    if not 0 <= arguments.port < 1 << 16:
+        raise WorkshopError(f"--port {arguments.port}: it must lie between 0 and 65535")
     # These import torch and dash, which --help does not need.
     import torch
 
     from workshop import results
     from workshop.collection import Collection
-
-    torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
-    collection = Collection(arguments.results or [results.DEFAULT_FOLDER])
-    if arguments.export is None:
-        return _serve(collection, arguments.port, open_browser=not arguments.no_browser)
-    from workshop.dashboard import export
-
-    results.prepare_file(arguments.export, "--export")
-    collection.refresh()
-    results.write_text(arguments.export, export.page(collection))
-    print(f"Written: {arguments.export}")
-    return errors.DONE
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    errors.require(*NEEDS, *(["rich"] if arguments.export else []))
-    if not 0 <= arguments.port < 1 << 16:
-        raise WorkshopError(f"--port {arguments.port}: it must lie between 0 and 65535")
-    if arguments.export is not None and arguments.export.suffix.lower() not in (".html", ".htm"):
-        raise WorkshopError(f"--export {arguments.export}: name it FILE.html")
-
-
-def _serve(collection: "Collection", port: int, *, open_browser: bool) -> int:
     from workshop.dashboard import server
     from workshop.dashboard.data import Live
 
-    with server.listen(port) as listener:
+    torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
+    collection = Collection(arguments.results or [results.DEFAULT_FOLDER])
+    with server.listen(arguments.port) as listener:
         running = server.make_server(server.make_app(Live(collection)), listener)
         address = f"http://{server.HOST}:{listener.getsockname()[1]}/"
         print(f"{address}  (Ctrl-C ends it)", flush=True)
-        if open_browser and _has_screen():
+        if not arguments.no_browser and _has_screen():
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         running.serve_forever()  # until Ctrl-C
     return errors.DONE

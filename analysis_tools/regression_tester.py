@@ -35,7 +35,6 @@ from workshop.results import RunResult  # noqa: E402
 from workshop.run import hardware  # noqa: E402
 from workshop.run.presets import PRESETS  # noqa: E402
 
-FORMATS = ("table", "markdown", "json")
 FOLDER = "regression"
 """Below an output folder."""
 DEFAULT_BASELINE = results.DEFAULT_FOLDER / FOLDER / "baseline.json"
@@ -82,7 +81,6 @@ def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--num-steps", type=int, metavar="N", help="timed steps a run (default: the baseline's)")
     add("--device", help="cpu, cuda or cuda:N (default: of the baseline's kind)")
     add("--from-results", type=Path, metavar="DIR", help="run nothing: judge DIR's newest session")
-    add("--format", choices=FORMATS, default="table", help="of what is printed (default table)")
     add("--junit", type=Path, metavar="FILE", help="write the verdicts for a CI system, too")
     add("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown, too")
     what = (
@@ -166,10 +164,14 @@ def check(arguments: argparse.Namespace) -> int:
     for target in written:
         results.prepare_folder(target.parent)
     results.write_together(written)
-    show(report, arguments.format)
+    console = tables.terminal()
+    console.print(report.heading, soft_wrap=True)
+    print_tables(report.tables())
+    for line in report.alarms:
+        console.print(line, style="red", soft_wrap=True)
+    console.print(report.summary, soft_wrap=True)
     if written:
-        stream = sys.stdout if arguments.format == "table" else sys.stderr
-        print(f"Written: {', '.join(map(str, written))}", file=stream)
+        print(f"Written: {', '.join(map(str, written))}")
     return regression.exit_status(findings)
 
 
@@ -336,20 +338,6 @@ def _sentence(finding: Finding) -> str:
     _, _, then, now, change, interval, *_ = cells(finding)
     numbers = "" if finding.change is None else f": {change} ({interval}), {then} then, {now} now"
     return printable(finding.verdict + numbers + (f": {finding.note}" if finding.note else ""))
-
-
-def show(report: Report, form: str) -> None:
-    if form == "json":
-        print(as_json(report))
-    elif form == "markdown":
-        print(as_markdown(report))
-    else:
-        console = tables.terminal()
-        console.print(report.heading, soft_wrap=True)
-        print_tables(report.tables())
-        for line in report.alarms:
-            console.print(line, style="red", soft_wrap=True)
-        console.print(report.summary, soft_wrap=True)
 
 
 def as_markdown(report: Report) -> str:

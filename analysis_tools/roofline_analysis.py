@@ -1,15 +1,13 @@
 """Shows how close a training step or its kernels come to a chip's limits, and which limit it is.
 
 PATH is found out from its content: a result file or a folder of results (whole steps and their
-parts), what ncu, rocprof-compute or rocprofv3 counted (each kernel), a trace of torch.profiler in
-its runner's folder (all products together), or a result of V3's benchmark. No GPU is needed for
-it.
+parts), what ncu, rocprof-compute or rocprofv3 counted (each kernel), or a result of V3's benchmark.
+No GPU is needed for it.
 """
 
 import argparse
 import functools
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,22 +23,21 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
 from workshop import errors, results  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
+from workshop.compare.tables import Line, Table, print_tables, terminal  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.profilers.names import display_name, printable  # noqa: E402
-from workshop.profilers.show import COLOURS  # noqa: E402
 from workshop.roofline import ceilings, figures, inputs  # noqa: E402
 from workshop.roofline.model import Roofline, as_csv, as_json, ceiling_text, flags, sentences  # noqa: E402
 from workshop.run import hardware  # noqa: E402
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 MOST_SHOWN = 50
-_WIDE = 120
-"""Columns of a terminal that shows all numbers, and of output to a file."""
-_NARROW_COLUMNS = ("", "name", "share", "FLOP/B", "GB/s", "GFLOP/s", "roof", "of roof")
-_LEAST_NAME = 14
+_WORDS, _WIDE = ("name", "category", "roof"), ("category", "ms", "of measured")
+"""Headings of columns: of words, and of those that only a wide terminal shows."""
+_LONGEST_NAME = 20
+"""In the table; the sentences below it have longer ones."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -76,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--top", type=int, default=12, metavar="N", help="points to describe (default %(default)s)")
     folder = functools.partial(add, type=Path, metavar="DIR")
     folder("--results", help="where measured ceilings are kept (default: results/)")
-    folder("--output-dir", help="for roofline.png, .html, .csv, .json (default: DIR/roofline/)")
+    folder("--output-dir", help="for roofline.png, .csv, .json (default: DIR/roofline/)")
     return parser
 
 
@@ -90,11 +87,8 @@ def main(argv: list[str] | None = None) -> int:
 def _analyse(arguments: argparse.Namespace) -> int:
     roofline_of = _input(arguments)
     errors.require("rich")
-    from rich.console import Console
-
     arguments.results = arguments.results or results.DEFAULT_FOLDER
-    wide = not (sys.stdout.isatty() or os.environ.get("COLUMNS"))
-    console = Console(width=_WIDE if wide else None, highlight=False, markup=False)
+    console = terminal()
     if arguments.measure:
         _measure(arguments, console)
     roofline = roofline_of() if roofline_of else None
@@ -152,7 +146,16 @@ def _measure(arguments: argparse.Namespace, console: "Console") -> None:
 def _show(roofline: Roofline, top: int, console: "Console") -> None:
     from rich.text import Text
 
-    console.print(_table(roofline, top, console.width))
+    header, *rows = figures.table_cells(roofline)
+    kept = [i for i in range(len(header)) if any(row[i] != "-" for row in rows)]
+    lines = [
+        Line([display_name(row[i], _LONGEST_NAME) if header[i] == "name" else row[i] for i in kept])
+        for row in rows[:top]
+    ]
+    names = [header[i] for i in kept]
+    words, wide = ([i for i, name in enumerate(names) if name in them] for them in (_WORDS, _WIDE))
+    more = [f"and {len(rows) - top} more, in roofline.csv"] if len(rows) > top else []
+    print_tables([Table(roofline.heading, names, lines, more, left=words, only_wide=wide)])
     for rank, sentence in enumerate(sentences(roofline, top), 1):
         console.print(Text(f"{rank}. {sentence}"))
     for flag in flags(roofline):
@@ -161,35 +164,9 @@ def _show(roofline: Roofline, top: int, console: "Console") -> None:
     for ceiling in roofline.ceilings:
         source = f"{ceiling.origin}: {ceiling.source}"
         by_source.setdefault(source, []).append(ceiling_text(ceiling))
-    lines = [f"{', '.join(texts)} ({source})" for source, texts in by_source.items()]
-    for line in (*lines, *(f"note: {note}" for note in roofline.notes)):
+    notes = [f"{', '.join(texts)} ({source})" for source, texts in by_source.items()]
+    for line in (*notes, *(f"note: {note}" for note in roofline.notes)):
         console.print(Text(line, style="dim"))
-
-
-def _table(roofline: Roofline, top: int, width: int) -> "Table":
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    header, *rows = figures.table_cells(roofline)
-    kept = [i for i, name in enumerate(header) if width >= _WIDE or name in _NARROW_COLUMNS]
-    kept = [i for i in kept if any(row[i] != "-" for row in rows)]
-    name_at = header.index("name")
-    others = (max(len(row[i]) for row in (header, *rows[:top])) for i in kept if i != name_at)
-    room = max(_LEAST_NAME, width - sum(others) - 3 * len(kept))  # two spaces and a line a column
-    title = Text(roofline.heading, overflow="fold")
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for i in kept:
-        text = header[i] in ("name", "category", "roof")
-        table.add_column(header[i], justify="left" if text else "right", no_wrap=True)
-    for point, row in zip(roofline.points[:top], rows, strict=False):
-        style = COLOURS.get(point.category, "")
-        cells = [Text(display_name(row[i], room), style=style) if i == name_at else Text(row[i])
-                 for i in kept]  # fmt: skip
-        table.add_row(*cells)
-    if len(rows) > top:
-        table.caption = f"and {len(rows) - top} more, in roofline.csv"
-    return table
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -202,18 +179,14 @@ def _write(roofline: Roofline, top: int, folder: Path) -> list[str]:
         folder / "roofline.json": results.json_text(as_json(roofline)),
         folder / "roofline.csv": as_csv(roofline),
     }
-    picture, page = folder / "roofline.png", folder / "roofline.html"
-    lines = []
-    for path, package in ((picture, "matplotlib"), (page, "plotly")):
-        if importlib.util.find_spec(package) is None:
-            lines.append(
-                f"{path.name}: skipped: {package} is missing: run `make setup`, or pip install it"
-            )
-        elif path == picture:
-            contents[path] = lambda path: figures.draw(roofline, path, labels=top)
-        else:
-            contents[path] = figures.page(roofline, limit=top)
-    results.write_together(contents, gone=[picture, page])
+    picture, lines = folder / "roofline.png", []
+    if importlib.util.find_spec("matplotlib") is None:
+        lines.append(
+            f"{picture.name}: skipped: matplotlib is missing: run `make setup`, or pip install it"
+        )
+    else:
+        contents[picture] = lambda path: figures.draw(roofline, path, labels=top)
+    results.write_together(contents, gone=[picture])
     return [*lines, f"Written: {', '.join(map(str, contents))}"]
 
 

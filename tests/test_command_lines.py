@@ -493,8 +493,8 @@ REACHES = [
     (
         "analysis_tools/roofline_analysis.py",
         f"runs --top 3 {OUT}",
-        (figures, "page"),
-        lambda _, limit: limit == 3,
+        (figures, "draw"),
+        lambda *_, labels: labels == 3,
     ),
     (
         "version3_triton/exercises/performance_debugging/run_all_stages.py",

@@ -52,7 +52,8 @@ rows = {row.version: row for row in snapshot.rows(group)}
 reported = report_generator.main(["--results", str(out), "--output-dir", str(out / "report")])
 rungs = waterfall.rungs("v5", "fp32", on_gpu=False, compiles=False)
 print(json.dumps({"gate": gate.failures, "status": status, "reported": reported,
-                  "speed-up": rows["v5"].speedup, "colour": figures._colour(rows["v5"]),
+                  "speed-up": rows["v5"].speedup,
+                  "colour": figures.throughput([rows["v5"]]).data[0].marker.color[0],
                   "rungs": [rung.title for rung in rungs]}))
 """
 

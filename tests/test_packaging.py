@@ -25,7 +25,7 @@ COMMANDS = (
     (["workshop-report", "--results", RUNS], 0, "written: results/report/report.html"),
     (["workshop-report", "--results", RUNS, "--output-dir", "report", "--sheet"], 0, ".html"),
     (["workshop-roofline", RUNS, "--config", "medium", "--precision", "bf16"], 0, "v3"),
-    (["workshop-dashboard", "--results", RUNS, "--export", "page.html"], 0, "page.html"),
+    (["workshop-dashboard", "--help"], 0, "--no-browser"),
     (["python", "-m", "workshop.parity", "--version", "v1"], 2, "in a checkout of the workshop"),
     (["python", "-m", "analysis_tools.compare_versions"], 2, "in a checkout of the workshop"),
 )

@@ -225,7 +225,7 @@ def test_a_severed_backward_pass_is_reported(tmp_path: Path) -> None:
     run.model.norm.forward = lambda x: x.detach() * run.model.norm.weight
     run.step()
     record = records.load_run(run.save_record(tmp_path))
-    assert "SEVERED" in profile_run.gradients_sentence(record)
+    assert "SEVERED" in profile_run.gradients_sentence(record.gradients)
 
 
 # --- run_pytorch_profiler.py ---------------------------------------------------------------------

@@ -139,12 +139,6 @@ class Machine:
         assert not self.out.exists()
         return profiler_commands(done.stdout.splitlines())
 
-    def edit(self, script: str, old: str, new: str) -> None:
-        path = self.folder / script
-        text = path.read_text()  # of the copy that the link leads to
-        assert old in text
-        path.write_text(text.replace(old, new))
-
 
 def profiler_commands(lines: list[str]) -> list[list[str]]:
     """Of the lines that a script prints, those that begin with no command of the system's."""
@@ -395,34 +389,6 @@ def test_every_command_is_one_that_the_tools_have(machine: Machine) -> None:
     commands = {tool: machine.dry_run(tool, "--", "--config", "tiny") for tool in TOOLS}
     assert [problem for found in commands.values() for c in found for problem in problems(c)] == []
     assert [len(commands[tool]) for tool in TOOLS] == [7, 2, 4, 2, 2, 1]
-
-
-@pytest.mark.parametrize(
-    ("tool", "old", "new", "problem"),
-    [
-        ("rocprofv3", "--runtime-trace", "--basenames", "unknown option --basenames"),
-        ("rocprofv3", '--output-format "$2"', '--output-format "$2,csv"', "is no output format"),
-        ("rocprofv3", '--output-format "$2"', "", "no output format"),
-        ("rocprofv3", '-- "${TRAIN[@]}"', '"${TRAIN[@]}"', "after --"),
-        ("rocprofv3", '--runtime-trace "', '--runtime-trace --stats "', "--stats does nothing"),
-        ("rocprofv3", '--runtime-trace "', '--kernel-trace "', "launches of a step are missing"),
-        ("rocprof_sys", "--trace --profile --device", "--preset=workload-trace", "no samples"),
-        ("rocprof_sys", "--trace --profile", "--system-wide", "unknown option"),
-        ("rocprof_sys", "rocprof-sys-run", "rocprof-sys", "no profiler"),
-        ("rocprof_compute", "--name counters", "--name counters --path x", "of version 3.9"),
-        ("rocprof_compute", "compute analyze", "compute visualize", "visualize is no profiler"),
-        ("ncu", '--force-overwrite "${TRAIN', '--force-overwrite -- "${TRAIN', "no --"),
-        ("nsys", "--capture-range=", "--capture=", "unknown option --capture"),
-        ("nsys", "--report=cuda_api_sum", "", "--report=cuda_api_sum is missing"),
-        ("rocprof_sys", "TIME_OUTPUT=OFF", "PRESET=x", "TIME_OUTPUT=OFF is missing"),
-        ("proton", '"${TRAIN[@]:1}"', '"${TRAIN[@]}"', "not the folder's"),
-    ],
-)
-def test_planted_fault_in_a_command_is_found(
-    tool: str, old: str, new: str, problem: str, machine: Machine
-) -> None:
-    machine.edit(f"run_{tool}.sh", old, new)
-    assert problem in "; ".join(p for command in machine.dry_run(tool) for p in problems(command))
 
 
 @pytest.mark.parametrize(
@@ -763,7 +729,7 @@ def test_all_run_past_a_failure_and_the_summary_shows_it(
     assert run_all.main(words) == 1
     assert not lock.exists()
     out, err = capsys.readouterr()
-    assert err.splitlines()[1:] == [
+    assert [line for line in err.splitlines() if not line.endswith(" ...")][1:] == [
         "run_ncu.sh: FAILED: <b>out of memory</b> (0 s)",
         "run_nsys.sh: ok (0 s)",
     ]

@@ -5,7 +5,6 @@ import csv
 import dataclasses
 import gzip
 import io
-import json
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +16,7 @@ import profile_checks
 import pytest
 
 from workshop.errors import WorkshopError
-from workshop.profilers import amd_counters, json_stream, rocprof_compute, rocprofv3
+from workshop.profilers import amd_counters, rocprof_compute, rocprofv3
 from workshop.profilers.amd_counters import Counters
 from workshop.profilers.load import load
 from workshop.profilers.table import HostCall, Kernel, KernelTable, Timeline
@@ -466,139 +465,6 @@ def test_counters_find_their_kernel_under_a_truncated_name() -> None:
     assert flops_of([ADD, wide], {ADD: 1, "add_kernel": 5})[0] == [5120, None]
 
 
-# --- rocprofv3, JSON -----------------------------------------------------------------------------
-
-KINDS = [
-    {"kind": "NONE", "operations": []},
-    {"kind": "HIP_RUNTIME_API", "operations": ["hipLaunchKernel", "hipMemcpyAsync"]},
-    {"kind": "MARKER_CORE_RANGE_API", "operations": ["roctxThreadRangeA"]},
-    {"kind": "MEMORY_COPY", "operations": ["NONE", "MEMORY_COPY_HOST_TO_DEVICE"]},
-    {"kind": "KERNEL_DISPATCH", "operations": []},
-    {"kind": "HSA_CORE_API", "operations": ["hsa_signal_store_screlease"]},
-]
-
-
-def record(kind: int, operation: int, start: int, ns: int, correlation: int, **more: Any) -> Any:
-    return {
-        "size": 1,
-        "kind": kind,
-        "operation": operation,
-        "correlation_id": {"internal": correlation, "external": 0},
-        "start_timestamp": T0 + start,
-        "end_timestamp": T0 + start + ns,
-    } | more
-
-
-def kernel_record(kernel: int, start: int, ns: int, correlation: int, agent: int = 44) -> Any:
-    info = {"kernel_id": kernel, "dispatch_id": correlation, "agent_id": {"handle": agent}}
-    return record(4, 0, start, ns, correlation, dispatch_info=info)
-
-
-def counter_record(kernel: int, number: int, ns: int, values: Mapping[int, list[float]]) -> Any:
-    """Args:
-    values: of a counter's instances, by the counter's number.
-    """
-    return {
-        "thread_id": 1,
-        "dispatch_data": record(0, 0, 0, ns, number)
-        | {"dispatch_info": {"kernel_id": kernel, "dispatch_id": number}},
-        "records": [
-            {"counter_id": {"handle": handle}, "value": value}
-            for handle, instances in values.items()
-            for value in instances
-        ],
-    }
-
-
-def process(*, names: list[str], counts: Iterable[Any] = (), **records: list[Any]) -> Any:
-    """One process in JSON; the kernels' numbers are the names', from 1."""
-    markers = enumerate(("step", "forward", "backward"), start=100)
-    return {
-        "metadata": {"pid": 1, "init_time": 1, "fini_time": 2},
-        "agents": [{"type": 1, "name": "cpu", "id": {"handle": 40}, "node_id": 0}]
-        + [
-            {"type": 2, "product_name": "AMD Instinct MI300X", "id": {"handle": 40 + node}}
-            | {"node_id": node}
-            for node in (4, 5)
-        ],
-        "counters": [
-            {"id": {"handle": 50}, "name": "FETCH_SIZE"},
-            {"id": {"handle": 51}, "name": "WRITE_SIZE"},
-        ],
-        "strings": {
-            "callback_records": [{"kind": "NONE", "operations": []}],
-            "buffer_records": KINDS,
-            "marker_api": [{"key": key, "value": text} for key, text in markers],
-            "counters": {"dimension_ids": []},
-        },
-        "kernel_symbols": [{"kernel_id": 0, "formatted_kernel_name": ""}]
-        + [
-            {"kernel_id": number, "formatted_kernel_name": name, "kernel_name": "_Z.kd"}
-            for number, name in enumerate(names, start=1)
-        ],
-        "callback_records": {"counter_collection": list(counts)},
-        "buffer_records": {"kernel_dispatch": [], "hip_api": [], "memory_copy": []} | records,
-    }
-
-
-def json_text(process: Any) -> str:
-    return json.dumps({"rocprofiler-sdk-tool": [process]}, indent=0)
-
-
-JSON_STEP = process(
-    names=[GEMM, ADD],
-    kernel_dispatch=[kernel_record(1, 5000, 100, 2), kernel_record(2, 5100, 50, 3),
-                     kernel_record(2, 0, 10, 1)],
-    hip_api=[record(1, 0, 5, 3, 1), record(1, 0, 1010, 3, 2), record(1, 0, 1510, 4, 3),
-             record(1, 1, 1600, 9, 4)],
-    marker_api=[record(2, 0, 1000, 1000, 100), record(2, 0, 1000, 500, 101),
-                record(2, 0, 1500, 500, 102), record(2, 0, 1, 0, 999)],
-    memory_copy=[record(3, 1, 5200, 25, 4, bytes=4096, src_agent_id={"handle": 40},
-                        dst_agent_id={"handle": 44})],
-)  # fmt: skip
-
-
-def test_json(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much of the file is held at a time."""
-    monkeypatch.setattr(json_stream, "_BLOCK", 100)
-    table = rocprofv3.read(write("run_results.json", json_text(JSON_STEP)))
-    check_recorded_step(table)
-    assert table.host_calls == {LAUNCH: HostCall(2, 7), "hipMemcpyAsync": HostCall(1, 9)}
-    assert (table.steps, table.phases_ns) == (1, {"forward": 100, "backward": 75})
-    assert table.device == "AMD Instinct MI300X"
-
-
-def check_recorded_step(table: KernelTable) -> None:
-    assert figures(table) == {
-        GEMM: (1, 100, 100, 100),
-        ADD: (1, 50, 50, 50),
-        "MEMORY_COPY_HOST_TO_DEVICE": (1, 25, 25, 25),
-    }
-    assert by_name(table)["MEMORY_COPY_HOST_TO_DEVICE"].bytes == 4096
-    assert table.timeline == Timeline(225, 175, calls=3)
-
-
-def test_json_of_counters_adds_their_instances_up(write: Write) -> None:
-    counts = [
-        counter_record(1, number, ns, {50: [1.0, 2.0], 51: [0.5]})
-        for number, ns in ((1, 10), (2, 30))
-    ]
-    table = rocprofv3.read(write("results.json", json_text(process(names=[ADD], counts=counts))))
-    assert figures(table) == {ADD: (2, 40, 10, 30)}
-    assert table.kernels[0].bytes == 2 * 3.5 * 1024
-
-
-def test_broken_json_gives_its_valid_part(write: Write) -> None:
-    text = json_text(JSON_STEP)
-    cut = text[: text.index('"hip_api"') - 40]
-    table = rocprofv3.read(write("cut_results.json", cut))
-    assert table.launches == 2
-    assert table.warnings[-1].endswith("cut_results.json, row 3: the text ends here")
-    unnamed = process(names=[], kernel_dispatch=[kernel_record(1, 0, 10, 1)])
-    with pytest.raises(WorkshopError, match=r"row 1: no record of kernel_dispatch .KeyError: 1"):
-        rocprofv3.read(write("results.json", json_text(unnamed)))
-
-
 # --- rocprofv3, databases ------------------------------------------------------------------------
 
 UUID = "_0000ddb5_8903_7903"
@@ -661,6 +527,16 @@ def build_database(path: Path, *statements: str, newer: bool = False) -> Path:
 
 
 NO_COUNTERS = (f"DELETE FROM counters_collection{UUID}",)
+
+
+def check_recorded_step(table: KernelTable) -> None:
+    assert figures(table) == {
+        GEMM: (1, 100, 100, 100),
+        ADD: (1, 50, 50, 50),
+        "MEMORY_COPY_HOST_TO_DEVICE": (1, 25, 25, 25),
+    }
+    assert by_name(table)["MEMORY_COPY_HOST_TO_DEVICE"].bytes == 4096
+    assert table.timeline == Timeline(225, 175, calls=3)
 
 
 def test_database(tmp_path: Path) -> None:
@@ -966,10 +842,6 @@ def write_one_of_each(folder: Path, workload: Path) -> None:
     rows = [count(GEMM, counter, 2, 1) for counter in ("FETCH_SIZE", "WRITE_SIZE")]
     write_step(folder, counter_collection=(COUNTERS, rows), kernel_stats=(STATS, [SUMS, SUMS]))
     (folder / "run_77_agent_info.csv").unlink()
-    (folder / "results.json").write_text(json_text(JSON_STEP))
-    (folder / "counted_results.json").write_text(
-        json_text(process(names=[ADD], counts=[counter_record(1, 1, 9, {50: [1.0], 51: [2.0]})]))
-    )
     build_database(folder / "results.db")
     rows = [wide_row(0, 0, 100, 10), wide_row(1, 500, 300, 30)]
     write_workload(workload, pmc_perf=(WIDE, rows))

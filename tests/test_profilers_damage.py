@@ -1,7 +1,6 @@
 """Files of every profiler that are empty, cut off or full of junk: one line says what is wrong, or
 the valid part is read."""
 
-import copy
 import gzip
 import json
 import math
@@ -50,7 +49,7 @@ AMD = (
     *(f"rocprofv3/run_77_{name}.csv" for name in ("kernel_trace", "memory_copy_trace")),
     *(f"rocprofv3/run_77_{name}_api_trace.csv" for name in ("hip", "marker")),
     *(f"rocprofv3/run_77_{name}.csv" for name in ("counter_collection", "kernel_stats")),
-    *(f"rocprofv3/{name}" for name in ("results.json", "counted_results.json", "results.db")),
+    "rocprofv3/results.db",
     "rocprof_compute/w/pmc_perf.csv",
 )
 
@@ -108,26 +107,6 @@ def test_any_bytes_give_a_sane_table_or_one_line(
         path.write_bytes(whole)
 
 
-# --- one entry -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("key", ["kernel_dispatch", "hip_api", "marker_api", "memory_copy"])
-def test_a_broken_record_loses_no_other(key: str, tmp_path: Path) -> None:
-    """Wherever it is in its list, after which other lists hold records of the same form."""
-    path = tmp_path / "results.json"
-    path.write_text(amd.json_text(amd.JSON_STEP))
-    whole = rocprofv3.read(path)
-    for place in range(1 + len(amd.JSON_STEP["buffer_records"][key])):
-        process = copy.deepcopy(amd.JSON_STEP)
-        process["buffer_records"][key].insert(place, {"size": "broken"})
-        process["strings"]["buffer_records"][0] = {"kind": "broken"}
-        process["kernel_symbols"][0] = {"kernel_id": "broken"}
-        path.write_text(amd.json_text(process).replace('"broken"', "-nan"))
-        table = rocprofv3.read(path)
-        assert "no JSON (Expecting value)" in table.warnings.pop()
-        assert table == whole
-
-
 # --- one line ------------------------------------------------------------------------------------
 
 TIME, READ, raw_page = nvidia.TIME, nvidia.READ, nvidia.raw_page
@@ -172,7 +151,7 @@ REFUSED: list[tuple[ModuleType, str, str | bytes, str]] = [
     (rocprofv3, "run_kernel_trace.csv", traced(amd.dispatch(amd.ADD, 0, -1)), "row 2: from "),
     (rocprofv3, "run_kernel_trace.csv", traced(amd.dispatch(amd.ADD, -amd.T0, 1)),
      "row 2: from '0' to '1' is no time"),
-    (rocprofv3, "results.json", '"rocprofiler-sdk-tool"', "no kernels, host calls or steps in it"),
+    (load, "results.json", '{"rocprofiler-sdk-tool": []}', "not read: --output-format rocpd csv"),
     *((kineto, "trace.json", text, NO_EVENTS)
       for text in ("", "\0" * 99, "{}", "[]", '{"traceEvents": []}', "{" * 99_999)),
     (kineto, "trace.json.gz", b"\x1f\x8bnot gzip after all", "its gzip compression is corrupt"),

@@ -234,10 +234,6 @@ def write_turns(folder: Path, tool: str) -> None:
         case "rocpd convert, of two nodes":
             rows = [*dispatches(0, Guid="a"), *dispatches(1, Guid="b", Agent_Id="Agent 4")]
             write("out_kernel_trace.csv", amd.table_text(amd.KERNEL_TRACE, rows, "Guid"))
-        case "rocprofv3, JSON":
-            records = [amd.kernel_record(1, start, 1000, 1, 44 + gpu) for gpu, start in TURNS]
-            process = amd.process(names=["k"], kernel_dispatch=records)
-            write("results.json", amd.json_text(process))
         case "rocpd":
             turns_in_a_database(folder / "results.db", agent="4 + id % 2")
         case "rocpd, of two nodes":
@@ -280,7 +276,6 @@ def write_turns(folder: Path, tool: str) -> None:
         ("rocprofv3", "2 devices", "Agent 4"),
         ("rocprofv3, a process on each node", "2 processes", "Agent 4 in node0/7"),
         ("rocpd convert, of two nodes", "2 devices", "Agent 4 in a"),
-        ("rocprofv3, JSON", "2 devices", "Agent 4"),
         ("rocpd", "2 devices", "Agent 4"),
         ("rocpd, of two nodes", "2 processes", "Agent 4 in {}/a, pid 77, guid node0"),
         ("nsys", "2 devices", "NVIDIA L40S (0)"),
@@ -344,13 +339,12 @@ MAY_BE: dict[str, tuple[Path | str, tuple[str, ...]]] = {
     "kineto": (FIXTURES / "kineto/h200_v3_small_step.json.gz", ("r0.json.gz", "a.trace.json.gz")),
     "ncu": (FIXTURES / "ncu/ncu_raw_h200.csv", ("raw.csv", "ncu.log", "raw.csv.gz")),
     "proton": (FIXTURES / "proton/h200_proton.hatchet", ("proton.hatchet", "tree.json")),
-    "nsys": (NSYS, ("rep_gpukernsum.csv", "rep_cuda_gpu_kern_sum.csv.gz", "mine.csv")),
+    "nsys": (NSYS, ("rep_cuda_gpu_kern_sum.csv.gz", "mine.csv")),
     "nsys as printed": ("Processing [rep.sqlite] with x\n" + NSYS, ("stats.txt",)),
     "rocprofv3": (TRACED, ("run_kernel_trace.csv.gz", "mine.csv", "mine.csv.gz")),
     "copies": (amd.table_text(amd.COPY_TRACE, [amd.copy("X", 0, 7)]), ("1_memory_copy_trace.csv",)),
     "host calls": (amd.table_text(amd.API_TRACE, amd.STEP_CALLS), ("hip_api_trace.csv",)),
     "sums": (amd.table_text(amd.STATS, [amd.SUMS]), ("memory_copy_stats.csv",)),
-    "JSON": (amd.json_text(amd.JSON_STEP), ("run_results.json.gz", "mine.json")),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from stored_runs import lab_run
 from test_profilers_advisor import find, found_in, names, table
 from test_profilers_advisor import kernel as rows
-from test_profilers_kineto import AUTOGRAD, CATEGORIES_OF_2022, MAIN, event, kernel, launch, mark
+from test_profilers_kineto import AUTOGRAD, MAIN, event, kernel, launch, mark
 from test_profilers_kineto import read as read_events
 from torch import profiler
 from torch.utils.data import DataLoader, Dataset
@@ -166,11 +166,9 @@ BOTH_KINDS = [wait(0, 10), wait(20, 11, of="MultiProcessing"), operator(40, 10)]
         ([operator(0, 10)], None),
     ],
 )
-@pytest.mark.parametrize("categories", [{}, CATEGORIES_OF_2022])
 def test_the_waits_of_the_thread_that_trains(
-    events: list[dict], expected: Loading | None, categories: dict[str, str], tmp_path: Path
+    events: list[dict], expected: Loading | None, tmp_path: Path
 ) -> None:
-    events = [one | {"cat": categories.get(one["cat"], one["cat"])} for one in events]
     random.Random(0).shuffle(events)
     assert read_events(tmp_path, *events).loading == expected
 

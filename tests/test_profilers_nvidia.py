@@ -243,12 +243,8 @@ def phase_rows(**times: int) -> str:
 
 
 @pytest.mark.parametrize("end", [".csv", ".csv.gz"])
-@pytest.mark.parametrize("old", [False, True])
-def test_nsys_reports_of_one_profile(old: bool, end: str, write: Write, tmp_path: Path) -> None:
-    """Under their names, and under those that nsys gave them before 2022.5."""
-
+def test_nsys_reports_of_one_profile(end: str, write: Write, tmp_path: Path) -> None:
     def write_report(name: str, text: str) -> Path:
-        name = name.replace("cuda_gpu", "gpu").replace("_", "") if old else name
         path = write(f"rep_{name}{end}", text)
         if end.endswith(".gz"):
             path.write_bytes(gzip.compress(path.read_bytes()))

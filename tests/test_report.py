@@ -205,7 +205,7 @@ def test_each_kind_of_result_is_in_both_forms(written) -> None:
         assert part in page.ids and f'<a id="{part}">' in markdown
     # All speed-ups; phases, memory and losses of each size; categories of each tool and device.
     assert page.tags.count("svg") == 1 + 3 * len(SIZES) + 4
-    assert page.tags.count("img") == len(SIZES) + 5 + 3  # rooflines; two waterfalls, a sweep
+    assert page.tags.count("img") == len(SIZES) + 2 + 3  # rooflines; two waterfalls, a sweep
 
 
 def test_every_link_leads_somewhere_and_nothing_is_loaded(results, written) -> None:

@@ -6,19 +6,18 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from workshop import labs
 from workshop.collection import Collection, Profile, StoredRun, distinct_names
-from workshop.compare import lab_table, sweep
+from workshop.compare import lab_table
 from workshop.compare import rows as compared
 from workshop.compare.rows import Row, variant
 from workshop.labs import LabRow
 from workshop.profilers.names import printable
+from workshop.report import comparisons, lab_sections, studies
+from workshop.report.parts import Section
 from workshop.results import RunResult
-from workshop.roofline import ceilings
-from workshop.roofline import inputs as roofline_inputs
-from workshop.roofline.model import Roofline
 from workshop.run import presets
 from workshop.versions import ALL, BASELINE
 
@@ -70,7 +69,8 @@ class Snapshot:
         self._lab_files = {id(stored.run): stored for stored in collection.lab_runs}
         self._peaks = compared.session_peaks(stored.run for stored in collection.runs)
         self._rows: dict[Group, list[Row]] = {}
-        self._rooflines: dict[tuple[object, ...], Roofline] = {}
+        self.views: dict[tuple[str, Choice], list[Any]] = {}
+        """The blocks that were made, by view and choice."""
 
     def rows(self, group: Group) -> list[Row]:
         """The group's rows, in the ladder's order; none for an unknown group."""
@@ -81,20 +81,6 @@ class Snapshot:
 
     def chosen(self, choice: Choice) -> list[Row]:
         return [row for row in self.rows(choice.group) if row.label in choice.versions]
-
-    def roofline(self, paths: Sequence[Path], runs: Sequence[RunResult] = ()) -> Roofline:
-        """Of some runs in result files, a profile's folder or a benchmark, with all known ceilings.
-
-        Raises:
-            WorkshopError: nothing in them has a place on a roofline.
-        """
-        key = (*paths, *map(id, runs))
-        if key not in self._rooflines:
-            roofline = roofline_inputs.load(paths, runs)
-            own = next((folder for folder in self.folders if folder in paths[0].parents), None)
-            ceilings.attach(roofline, folder=own)
-            self._rooflines[key] = roofline
-        return self._rooflines[key]
 
     def stored(self, group: Group, row: Row) -> list[StoredRun]:
         """The result files that a row of the group is made of."""
@@ -110,9 +96,31 @@ class Snapshot:
         found = labs.newest(stored.run for stored in self._lab_files.values())
         return {lab_table.title(rows): rows for rows in found}
 
-    def lab_paths(self, rows: Iterable[LabRow]) -> list[Path]:
-        """The result files that rows of a lab are made of."""
-        return [self._lab_files[id(run)].path for row in rows for run in row.runs]
+    def lab_section(self, title: str) -> Section:
+        """One of `labs`, as the report has it."""
+        return lab_sections.section("lab", self.labs[title], self._lab_files)
+
+    def reported(self, choice: Choice) -> comparisons.Group:
+        """The chosen rows, as the report has them."""
+        rows = self.chosen(choice)
+        return comparisons.Group("size", rows, [self.stored(choice.group, row) for row in rows])
+
+    def studies(self, kind: str, device: str) -> list[Section]:
+        """The sections of the waterfalls or sweeps on a device.
+
+        Args:
+            kind: "waterfall" or "sweep".
+        """
+        return [
+            section
+            for name, section in self._studies
+            if printable(name) == device and section.anchor.startswith(kind)
+        ]
+
+    @functools.cached_property
+    def _studies(self) -> list[tuple[str, Section]]:
+        of_studies, _ = studies.split([run for own in self.groups.values() for run in own])
+        return studies.build(of_studies)[0]
 
     def settle(
         self, choice: Choice, *, seen: Iterable[str] = (), of_its_device: bool = False
@@ -181,23 +189,6 @@ class Snapshot:
         before = choice.group[:depth]
         found = (group[depth] for group in self.sizes() if group[:depth] == before)
         return list(dict.fromkeys(found))
-
-    def sweep(self, group: Group, axis: sweep.Axis) -> dict[str, list[sweep.Point]]:
-        """The timed points of the newest sweep over an axis that goes through a group's size, by
-        the version's label."""
-        kept = sweep.kept_by(self.groups[group][0].run, axis)
-        runs = [
-            stored.run
-            for other, own in self.groups.items()
-            if (other.device, other.precision) == (group.device, group.precision)
-            for stored in own
-            if sweep.kept_by(stored.run, axis) == kept
-        ]
-        return {
-            curve.label: [point for point in curve.points if point.row.step_ms]
-            for one in sweep.build(runs, axis)
-            for curve in one.curves
-        }
 
 
 class Live:
@@ -290,48 +281,9 @@ def doubts(rows: Iterable[Row]) -> list[str]:
 
 def sources(snapshot: Snapshot, group: Group, rows: Iterable[Row]) -> list[str]:
     """The files that rows are made of, a sentence for each folder of them."""
-    return files_in_words(s.path for row in rows for s in snapshot.stored(group, row))
-
-
-def files_in_words(paths: Iterable[Path]) -> list[str]:
-    """A sentence for each folder of some result files."""
+    paths = (s.path for row in rows for s in snapshot.stored(group, row))
     files = Counter(path.parent for path in dict.fromkeys(paths))
     return [
         f"From {count} result file{'s' if count > 1 else ''} in {shown_path(folder)}."
         for folder, count in files.items()
     ]
-
-
-Curve = tuple[Row, RunResult]
-"""A row, and the run whose losses are shown for it."""
-
-
-def loss_curves(snapshot: Snapshot, group: Group, rows: Iterable[Row]) -> list[Curve]:
-    """The longest run of each row."""
-    runs = [(row, [s.run for s in snapshot.stored(group, row)]) for row in rows]
-    longest = [(row, max(own, key=lambda run: len(run.losses))) for row, own in runs]
-    return [(row, run) for row, run in longest if run.losses]
-
-
-def loss_difference(curves: Sequence[Curve]) -> str:
-    """The largest difference between any two curves at the same step, in a sentence; or why there
-    is none."""
-    if len(curves) < 2:
-        return "The largest difference is given for two or more versions."
-    differing = " and ".join(compared.trained_differently([run for _, run in curves]))
-    if differing:
-        return f"These runs differ in {differing}, so their losses may not be compared."
-    steps = list(zip(*(run.losses for _, run in curves), strict=False))
-    found: list[tuple[float, int, str, str, float]] = []
-    for step, losses in enumerate(steps, 1):
-        if None in losses:
-            return f"In step {step} a loss is not finite: the training diverged there."
-        labelled = [(x or 0.0, row.label) for x, (row, _) in zip(losses, curves, strict=True)]
-        (low, a), (high, b) = min(labelled), max(labelled)
-        found.append((high - low, step, a, b, labelled[0][0]))
-    largest, step, a, b, loss = max(found)
-    names = f" ({a} and {b})" if largest else ""
-    return (
-        f"Largest difference between {len(curves)} versions over {len(steps)} common steps: "
-        f"{largest:.2g} in step {step}{names}; a loss there is {loss:.3g}."
-    )

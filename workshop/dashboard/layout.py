@@ -1,29 +1,22 @@
 """The page as Dash components. All names become text nodes, which hold no markup."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from dash import dcc, html
 from dash.development.base_component import Component
 
 from workshop.dashboard import data
-from workshop.dashboard.blocks import (
-    BAD,
-    CONTENTS,
-    KERNELS,
-    LABS,
-    ROOFLINE,
-    VIEWS,
-    Block,
-    Cell,
-    view,
-)
+from workshop.dashboard.blocks import CONTENTS, KERNELS, LABS, ROOFLINE, VIEWS, Block, view
 from workshop.dashboard.data import Choice, Snapshot
 from workshop.profilers.names import printable
+from workshop.report.parts import BAD, Cell, Table
 
 POLL_MS = 2000
 TITLE = "Performance dashboard"
 GRAPH_CONFIG: Any = {"displayModeBar": False, "responsive": True}
+PICTURE_STYLE = {"width": "100%", "background": "white", "borderRadius": "0.3rem"}
+"""Of the report's pictures, whose letters are dark."""
 THEMES = {"auto": "as the system", "light": "light", "dark": "dark"}
 CONTROLS = {
     "device": "Device",
@@ -123,22 +116,37 @@ def _block(block: Block) -> Component:
         graph = dcc.Graph(id=f"graph-{block.key}", figure=block.figure, config=GRAPH_CONFIG)
         label: Any = {"aria-label": block.title}
         parts.append(html.Figure(graph, role="img", **label))
-    if block.table is not None:
-        head = html.Thead(html.Tr([html.Th(name, scope="col") for name in block.table.header]))
-        body = html.Tbody([html.Tr(list(map(_cell, row))) for row in block.table.rows])
-        table = html.Table([head, body], className=f"texts-{block.table.texts}")
-        parts.append(html.Div(table, className="scroll", tabIndex=0))
+    for table in block.tables:
+        parts += _table(table)
+    for picture in block.pictures:
+        parts.append(html.Img(src=picture.source, alt=picture.alt, style=PICTURE_STYLE))
     parts += [html.P(sentence, className="note") for sentence in block.after]
     name = "block wide" if block.wide else "block"
     return html.Section(parts, className=name, id=f"block-{block.key}")
 
 
-def _cell(cell: Cell | str) -> Component:
-    if isinstance(cell, str):
-        return html.Td(cell)
+def _table(table: Table) -> Iterator[Component]:
+    """Its caption, where it has one, and itself without links to files, which the server does not
+    give."""
+    shown = [i for i in range(len(table.header)) if any(line.cells[i].text for line in table.lines)]
+    if table.caption:
+        yield html.P(table.caption, className="say")
+    head = html.Thead(html.Tr([html.Th(table.header[i], scope="col") for i in shown]))
+    tones: list[Any] = [{"className": line.tone} if line.tone else {} for line in table.lines]
+    body = html.Tbody(
+        [
+            html.Tr([_cell(line.cells[i]) for i in shown], **tone)
+            for line, tone in zip(table.lines, tones, strict=True)
+        ]
+    )
+    drawn = html.Table([head, body], className=f"texts-{table.texts}")
+    yield html.Div(drawn, className="scroll", tabIndex=0)
+
+
+def _cell(cell: Cell) -> Component:
+    if cell.look is None:
+        return html.Td(cell.text)
     attributes: dict[str, Any] = {"title": cell.title} if cell.title else {}
-    if cell.bar is not None:
-        attributes["style"] = {"--bar": f"{cell.bar:.1%}"}
     colour: dict[str, Any] = {"style": {"--swatch": cell.colour}} if cell.colour else {}
     return html.Td(html.Span(cell.text, className=cell.look, **colour), **attributes)
 

@@ -549,14 +549,12 @@ def _in_process(target: str, arguments: argparse.Namespace) -> Answer:
 
 # --- showing -------------------------------------------------------------------------------------
 
-WIDE = 120
-"""Columns that the whole table takes; a narrower terminal shows fewer columns."""
 TILE_WIDTH = 18
 
 Cell = Callable[[Kernel], str]
 
 
-def columns(chip: Chip, wide: bool) -> dict[str, Cell]:
+def columns(chip: Chip) -> dict[str, Cell]:
     """How each cell is written, by its heading."""
     shown: dict[str, Cell] = {
         "warps": lambda kernel: str(kernel.num_warps),
@@ -572,15 +570,11 @@ def columns(chip: Chip, wide: bool) -> dict[str, Cell]:
             f"{kernel.shared_bytes / KIB:.1f}" if kernel.shared_bytes else "-"
         ),
         "matrix\ninstructions": matrix_kinds,
-        "matrix": lambda kernel: str(sum(kernel.matrix_instructions.values()) or "-"),
         "waves\na SIMD": lambda kernel: f"{kernel.waves:g} of {chip.waves_per_simd}",
         "limited by": lambda kernel: ", ".join(kernel.limited_by) or "-",
         "launched at": where,
-        "at": lambda kernel: "\n".join(dict.fromkeys(step.split()[0] for step in kernel.used_by)),
     }
     absent = {"regis-\nters"} if chip.is_amd else {"VGPR\n+AGPR", "SGPR"}
-    narrow = {"SGPR", "matrix\ninstructions", "limited by", "launched at"}
-    absent |= {"matrix", "at"} if wide else narrow
     return {heading: cell for heading, cell in shown.items() if heading not in absent}
 
 
@@ -634,18 +628,13 @@ def without_twins(kernels: list[Kernel]) -> list[Kernel]:
 
 def show(chip: Chip, kernels: list[Kernel]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(width=WIDE, highlight=False, markup=False, emoji=False)
-    wide = console.width >= WIDE
-    shown = columns(chip, wide)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, int(wide), 0, 0), pad_edge=False)
+    console, shown = tables.terminal(), columns(chip)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("kernel\n  tile", no_wrap=True)
     for heading in shown:
-        words = heading in ("limited by", "launched at", "at")
+        words = heading in ("limited by", "launched at")
         table.add_column(
             heading,
             justify="left" if words else "right",
@@ -667,12 +656,12 @@ def show(chip: Chip, kernels: list[Kernel]) -> None:
     )
     console.print(heading, style="bold")
     console.print(table)
-    for line in notes(chip, merged, wide):
+    for line in notes(chip, merged):
         console.print(line)
     console.print()
 
 
-def notes(chip: Chip, kernels: list[Kernel], wide: bool) -> Iterator[str]:
+def notes(chip: Chip, kernels: list[Kernel]) -> Iterator[str]:
     """Faults, and how to read the numbers."""
     for kernel in kernels:
         for fault in kernel.faults:
@@ -686,8 +675,6 @@ def notes(chip: Chip, kernels: list[Kernel], wide: bool) -> Iterator[str]:
     else:
         yield "In machine code wgmma is HGMMA, mma is HMMA, tcgen05 is UTCHMMA (--asm shows it)."
     yield f"The chip's limits: {SOURCES[chip.is_amd]}."
-    if not wide:
-        yield f"With {WIDE} columns: what limits the waves, which matrix instructions, which sizes."
 
 
 # --- the command ---------------------------------------------------------------------------------

@@ -78,14 +78,14 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _draw(arguments: argparse.Namespace) -> int:
     from workshop.profilers import picture, step_pictures
 
-    trace, target, step = arguments.path, arguments.output, arguments.step
-    stretch = {"start_ms": arguments.start, "end_ms": arguments.end}
+    trace, target = arguments.path, arguments.output
+    part = {"step": arguments.step, "start_ms": arguments.start, "end_ms": arguments.end}
     if not arguments.categories:
-        picture.draw(trace, target, step=step, **stretch)
-    elif any(end is not None for end in stretch.values()):
-        raise errors.WorkshopError("--categories shows whole steps: leave out --from and --to")
+        picture.draw(trace, target, **part)
+    elif any(value is not None for value in part.values()):
+        raise errors.WorkshopError("--categories shows all steps: leave out --step, --from, --to")
     else:
-        step_pictures.picture(trace, target, step=step)
+        step_pictures.picture(trace, target)
     print(f"Written: {arguments.output}")
     return errors.DONE
 

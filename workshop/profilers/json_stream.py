@@ -32,18 +32,13 @@ _LONGEST_TOKEN = 16
 """Characters: a number, or an escape in a string, after which the decoder wants more text."""
 
 
-def items(
-    path: Path, key: str, problems: Problems, *, every: bool = False
-) -> Iterator[tuple[int, Any]]:
+def items(path: Path, key: str, problems: Problems) -> Iterator[tuple[int, Any]]:
     """(number from 1, entry) of the first array that is the value of `key`, or of the text itself
     where that is an array; gzip or not. An entry that is no JSON is left out, has a number too, and
     is noted in `problems`.
 
     Quotes and brackets in such an entry mean nothing. So the next entry is the next object of a
     list whose first key is that of the broken entry, or a key of the one before.
-
-    Args:
-        every: of all such arrays; the numbers go on from one to the next.
 
     Raises:
         WorkshopError: the file can't be read.
@@ -53,41 +48,38 @@ def items(
     # Inside a JSON string the quotes would be escaped, and this would not match.
     array = re.compile(rf'"{re.escape(key)}"\s*:\s*\[')
     start, entry = _BARE_ARRAY.match(held), None
-    while True:
+    if not start:
+        held, position, start = _find(array.search, held, position, blocks)
         if not start:
-            held, position, start = _find(array.search, held, position, blocks)
-            if not start:
-                return
-        position, start = start.end(), None
-        while True:
-            position = _SEPARATOR.match(held, position).end()  # type: ignore[union-attr]
-            if held.startswith("]", position):
-                break
-            try:
-                entry, position = _decode(held, position)
-            except (ValueError, RecursionError) as error:
-                is_cut = _is_cut(error, held)
-                may_go_on = is_cut and len(held) - position <= _LONGEST_ENTRY
-                if may_go_on and (block := next(blocks, "")):
-                    held, position = held[position:] + block, 0
-                    continue
-                what = f"no JSON ({getattr(error, 'msg', error)})"
-                begins = partial(_next_object, _keys(entry, held, position))
-                held, position, found = _find(begins, held, position + 1, blocks)
-                if not found:
-                    lost = "the text ends here" if is_cut else f"{what}, nor any entry after it"
-                    problems.add(number, lost)
-                    return
-                problems.add(number, what)
-                number += 1
-                if found[1] == "[":  # of another array: this one ended with the broken entry
-                    break
-                position = found.start(2)
-                continue
-            yield number, entry
-            number += 1
-        if not every:
             return
+    position = start.end()
+    while True:
+        position = _SEPARATOR.match(held, position).end()  # type: ignore[union-attr]
+        if held.startswith("]", position):
+            return
+        try:
+            entry, position = _decode(held, position)
+        except (ValueError, RecursionError) as error:
+            is_cut = _is_cut(error, held)
+            may_go_on = is_cut and len(held) - position <= _LONGEST_ENTRY
+            if may_go_on and (block := next(blocks, "")):
+                held, position = held[position:] + block, 0
+                continue
+            what = f"no JSON ({getattr(error, 'msg', error)})"
+            begins = partial(_next_object, _keys(entry, held, position))
+            held, position, found = _find(begins, held, position + 1, blocks)
+            if not found:
+                lost = "the text ends here" if is_cut else f"{what}, nor any entry after it"
+                problems.add(number, lost)
+                return
+            problems.add(number, what)
+            number += 1
+            if found[1] == "[":  # of another array: this one ended with the broken entry
+                return
+            position = found.start(2)
+            continue
+        yield number, entry
+        number += 1
 
 
 def _find(

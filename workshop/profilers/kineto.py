@@ -52,14 +52,6 @@ _WITHOUT_WORKERS = "SingleProcess"
 _TRANSFER = "gloo:"
 """The start of the names of ranges in which gloo's threads send and receive."""
 _RANGES = (*PHASES, *_STEP_RANGES, _OPTIMIZER_RANGE, _LOADER_RANGE)
-_OLD_CATEGORIES = {
-    "Kernel": "kernel",
-    "Memcpy": "gpu_memcpy",
-    "Memset": "gpu_memset",
-    "Runtime": "cuda_runtime",
-    "Operator": "cpu_op",
-}
-"""Names in traces until 2022, and today's."""
 WHOLE_TRACE = "Trace"
 """The category of Kineto's own span, from the profiler's start to its stop."""
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -105,26 +97,17 @@ def read(path: Path) -> KernelTable:
             "trace's first step"
         )
     table.loading = loading
-    table.step_times = _activity(trace, leftovers).times()
+    table.step_times = _step_times(trace, _step_spans(trace, leftovers))
     table.warnings += warnings + problems.warnings()
     return table
 
 
-def read_activity(path: Path) -> step_time.Activity:
-    """The activity in a trace's steps; no steps where none are marked. As `read`."""
-    path, others = newest_trace(path) if path.is_dir() else (path, [])
-    trace, problems = _read(path)
-    activity = _activity(trace, trace.drop_before_steps())
-    activity.warnings += others + problems.warnings()
-    return activity
-
-
 def read_communication(path: Path) -> list[step_time.Communication]:
     """The time of each step in which the busiest GPU runs kernels of NCCL or RCCL, or without a GPU
-    the process sends and receives through gloo. As `read_activity`."""
+    the process sends and receives through gloo. As `read`."""
     path, _ = newest_trace(path) if path.is_dir() else (path, [])
     trace, _ = _read(path)
-    spans = _activity(trace, trace.drop_before_steps()).spans
+    spans = _step_spans(trace, trace.drop_before_steps())
     if not trace.devices:
         operators = chain.from_iterable(trace.operators.values())
         idle = ("communication", "other")
@@ -185,12 +168,9 @@ def _host_ns(path: Path, clock: "Clock") -> float:
 
 
 def category(event: dict) -> str:
-    """The kind of an event, by the names that today's PyTorch has for it; "" where it does not say.
-    Until 2022 ranges were operators, too."""
+    """The kind of an event; "" where it does not say."""
     found = event.get("cat")
-    if found == "Operator" and str(event.get("name")).partition("#")[0] in _RANGES:
-        return "user_annotation"
-    return _OLD_CATEGORIES.get(found, found) if isinstance(found, str) else ""
+    return found if isinstance(found, str) else ""
 
 
 def recognises_json(start: str) -> bool:
@@ -293,7 +273,6 @@ class _Activity(NamedTuple):
     correlation: int
     """The number that it shares with its launch, or _NO_CORRELATION."""
     bytes: float | None
-    stream: int | str
 
 
 class _Trace:
@@ -346,8 +325,7 @@ class _Trace:
                     self.copies[name] = copy_category(name)
                 moved = _traffic(name, arguments)
             index = arguments.get("device", event.get("pid"))
-            correlation, (_, stream) = _correlation(arguments), _thread(event)
-            activity = _Activity(name, start, ns, correlation, moved, stream)
+            activity = _Activity(name, start, ns, _correlation(arguments), moved)
             self.devices[index if isinstance(index, int) else 0].append(activity)
         elif kind in _HOST_CALLS:
             self.calls[name].append((start, ns, _thread(event)))
@@ -436,7 +414,7 @@ def _correlation(arguments: dict) -> int:
 def _kernel_table(path: Path, trace: _Trace) -> KernelTable:
     sums, launched = Sums(), []
     for device, activities in trace.devices.items():
-        for name, start, ns, correlation, moved, _ in activities:
+        for name, start, ns, correlation, moved in activities:
             category = trace.copies.get(name)
             sums.add(name, ns, start_ns=start, bytes=moved, category=category, device=device)
             if correlation in trace.launches:
@@ -527,84 +505,62 @@ def _last_between(trace: _Trace, waits: list[_Interval]) -> float:
     return max((end for start, end, _ in ran if not waiting.at(start)), default=-math.inf)
 
 
-def _activity(trace: _Trace, leftovers: list[_Activity]) -> step_time.Activity:
-    """The activity in the steps: on the thread that has them, those that run operators, and the
-    busiest GPU. (A thread that pins memory only calls the runtime.)
+def _step_spans(trace: _Trace, leftovers: list[_Activity]) -> list[step_time.Span]:
+    """Each step from the end of the one before it to that of its range or of the last thing
+    launched in it, so that a GPU that lags behind the host counts; the first from the start of its
+    range. Steps after the last that launched or ran anything outside of the DataLoader are left
+    out: a profiler that is stopped after its last step leaves another range.
 
     Args:
         leftovers: what was launched before the first step, and dropped.
     """
     steps = trace.steps()
-    if not steps:
-        return step_time.Activity([], {})
-    main = steps[0].thread
-    waits = _waits(trace, steps)
-    lanes: defaultdict[str, defaultdict[str, list[step_time.Span]]]
-    lanes = defaultdict(lambda: defaultdict(list))
-    lanes["main thread"][step_time.LOADING] = [wait[:2] for wait in waits]
+    ran = trace.busiest()[1] if trace.devices else []
+    launches = [trace.launches.get(one.correlation, -math.inf) for one in ran]
+    if steps:
+        waiting = Ranges(wait[:3] for wait in _waits(trace, steps))
+        operators = (end for _, end, _ in trace.operators.get(steps[0].thread, ()))
+        last = max(
+            [*launches, *(end for end in operators if not waiting.at(end))], default=-math.inf
+        )
+        steps = [step for step in steps if step.start <= last]
+    starts, ends = [step.start for step in steps], [step.end for step in steps]
+    for one, launched in zip(ran, launches, strict=True):
+        if (index := bisect_right(starts, launched) - 1) >= 0:
+            ends[index] = max(ends[index], one.start + one.ns)
+    spans = []
+    begin = max([*starts[:1], *(one.start + one.ns for one in leftovers)], default=0.0)
+    for end in ends:
+        if end > begin:
+            spans.append((begin, end))
+            begin = end
+    return spans
+
+
+def _step_times(trace: _Trace, spans: list[step_time.Span]) -> list[step_time.StepTime]:
+    """The times of steps, by what ran on the thread that has them, on those that run operators, and
+    on the busiest GPU. (A thread that pins memory only calls the runtime.)"""
+    if not spans:
+        return []
+    steps = trace.steps()
+    active: defaultdict[str, list[step_time.Span]] = defaultdict(list)
+    active[step_time.LOADING] = [wait[:2] for wait in _waits(trace, steps)]
     for start, ns, thread in chain.from_iterable(trace.calls.values()):
-        if thread == main or thread in trace.operators:
-            lanes[_lane(thread, main)][step_time.RUNTIME].append((start, start + ns))
-    for thread, operators in trace.operators.items():
-        lanes[_lane(thread, main)][step_time.CPU] += [operator[:2] for operator in operators]
-    index, ran = trace.busiest() if trace.devices else (0, [])
+        if thread == steps[0].thread or thread in trace.operators:
+            active[step_time.RUNTIME].append((start, start + ns))
+    for operators in trace.operators.values():
+        active[step_time.CPU] += [operator[:2] for operator in operators]
+    ran = trace.busiest()[1] if trace.devices else []
     kinds = {name: _kind(trace, name) for name in {one.name for one in ran}}
     for one in ran:
-        lane = lanes[f"GPU {index}, stream {one.stream}"]
-        lane[kinds[one.name]].append((one.start, one.start + one.ns))
-    free = max((one.start + one.ns for one in leftovers), default=-math.inf)
-    steps = _with_work(trace, steps, waits, ran)
-    merged = {
-        name: {k: step_time.union(v) for k, v in lane.items()} for name, lane in lanes.items()
-    }
-    return step_time.Activity(_step_spans(trace, steps, ran, free), merged)
+        active[kinds[one.name]].append((one.start, one.start + one.ns))
+    return step_time.divide(active, spans)
 
 
 def _kind(trace: _Trace, name: str) -> str:
     if name in trace.copies:
         return step_time.COPY
     return step_time.TENSOR if on_tensor_cores(name) else step_time.KERNEL
-
-
-def _with_work(
-    trace: _Trace, steps: list[_Interval], waits: list[_Interval], ran: list[_Activity]
-) -> list[_Interval]:
-    """The steps up to the last that launched or ran anything outside of the DataLoader: a profiler
-    that is stopped after its last step leaves another range."""
-    waiting = Ranges(wait[:3] for wait in waits)
-    launches = (trace.launches.get(one.correlation, -math.inf) for one in ran)
-    operators = (end for _, end, _ in trace.operators.get(steps[0].thread, ()))
-    own = (end for end in operators if not waiting.at(end))
-    last = max(chain(launches, own), default=-math.inf)
-    return [step for step in steps if step.start <= last]
-
-
-def _lane(thread: _Thread, main: _Thread) -> str:
-    return "main thread" if thread == main else "other threads"
-
-
-def _step_spans(
-    trace: _Trace, steps: list[_Interval], ran: list[_Activity], free: float
-) -> list[step_time.Span]:
-    """Each from the end of the one before it to that of its range or of the last thing launched in
-    it, so that a GPU that lags behind the host counts; the first from the start of its range.
-
-    Args:
-        free: when the GPU had done what was launched before.
-    """
-    starts = [step.start for step in steps]
-    ends = [step.end for step in steps]
-    for one in ran:
-        launched = trace.launches.get(one.correlation, -math.inf)
-        if (index := bisect_right(starts, launched) - 1) >= 0:
-            ends[index] = max(ends[index], one.start + one.ns)
-    spans = []
-    begin = max(starts[0], free) if starts else 0.0
-    for end in ends:
-        if end > begin:
-            spans.append((begin, end))
-            begin = end
-    return spans
 
 
 def _outermost(ranges: Iterable[_Interval]) -> list[_Interval]:

@@ -42,7 +42,7 @@ _STATUS = "# exit status "
 _SUCCESS = f"{_STATUS}0"
 """A runner's last line."""
 _KNOWN = (
-    "rocprofv3's CSV, JSON and .db, rocprof-sys's .db, a rocprof-compute workload, ncu's CSV, "
+    "rocprofv3's CSV and .db, rocprof-sys's .db, a rocprof-compute workload, ncu's CSV, "
     "nsys's CSV, a trace of torch.profiler, Proton's .hatchet"
 )
 
@@ -192,9 +192,11 @@ def _reader(path: Path) -> ModuleType:
     if start.count("\ufffd") > _MOST_UNREADABLE * len(start):
         raise WorkshopError(f"{path}: a binary file of no profiler that is known here: {_KNOWN}")
     if start.lstrip()[:1] in ("{", "["):
-        for reader in (kernel_file, rocprofv3, kineto, proton):
+        for reader in (kernel_file, kineto, proton):
             if reader.recognises_json(start):
                 return reader
+        if '"rocprofiler-sdk-tool"' in start:
+            raise _Unread(f"{path}: rocprofv3's JSON, which is not read: --output-format rocpd csv")
         raise WorkshopError(f"{path}: JSON of no profiler that is known here: {_KNOWN}")
     if ncu.recognises(path):
         return ncu

@@ -43,17 +43,8 @@ _COLUMNS = {
 }
 """The columns that each report needs; the units are left out."""
 _ON_THE_GPU = (_TRACE, _KERNELS, _COPIES)
-_FILE_ENDS = {f"{report}.csv": report for report in _COLUMNS} | {
-    "gputrace.csv": _TRACE,
-    "gpukernsum.csv": _KERNELS,
-    "gpumemtimesum.csv": _COPIES,
-    "cudaapisum.csv": _HOST_CALLS,
-    "nvtxkernsum.csv": _RANGE_KERNELS,
-    "nvtxsum.csv": "nvtx_sum",
-    "nvtxppsum.csv": "nvtx_pushpop_sum",
-}
-"""The report by the end of its file's name, without ".gz": today's, and those of nsys before
-2022.5."""
+_FILE_ENDS = {f"{report}.csv": report for report in _COLUMNS}
+"""The report by the end of its file's name, without ".gz"."""
 STATS = "nsys stats --report cuda_gpu_kern_sum --format csv {path}"
 """The command that makes a report of what nsys itself keeps: .nsys-rep, .sqlite."""
 

@@ -5,7 +5,6 @@ import re
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +51,8 @@ _WEIGHTS = {KERNELS: 1.5, BUSY: 1.5}
 """Heights of rows in those of others, where they aren't 1."""
 _BUSY_WIDTH = 4
 _FONT_SIZE = 10
-_LABELLED, _NARROWEST = 20, 3
-"""Width from which on a slice may have a label, and of the narrowest letters."""
+_LETTER = 8.5
+"""Width of a letter, of the wider ones."""
 _FEWEST_LETTERS = 6
 """Of a name that is cut: with fewer it is useless."""
 _NAMESPACE = re.compile(r"::|: ")
@@ -125,12 +124,9 @@ class _Picture:
     """Lanes on a figure. The x of its axes is time in ms, the y pixels from their top."""
 
     def __init__(self, canvas: Any, window: Window, lanes: list[Lane]) -> None:
-        from matplotlib.font_manager import FontProperties
-
         self._window, self._lanes = window, lanes
         self._pixel = (window.end - window.start) / _PLOT_WIDTH
-        self._figure, self._renderer = canvas.figure, canvas.get_renderer()
-        self._font = FontProperties(size=_FONT_SIZE)
+        self._figure = canvas.figure
         self._bands = [self._stack(lane) for lane in lanes]
         plot = self._lay_out()
         self._height = _TOP + plot + _BOTTOM
@@ -224,8 +220,10 @@ class _Picture:
             start, width = max(s.start, self._window.start), self._width(s)
             # A line of background separates neighbours.
             by_colour[_colour(s, band)].append((start, max(width - self._pixel, self._pixel)))
-            if s.name and width > _LABELLED * self._pixel:
-                self._label(s, start + width / 2, width, top + band.height / 2, _colour(s, band))
+            letters = int(width / self._pixel / _LETTER)
+            if s.name and letters and (text := _label(s.name, letters)):
+                middle, ink = top + band.height / 2, _readable_on(_colour(s, band))
+                self._write(start + width / 2, middle, text, color=ink, clip_on=True)
         for colour, spans in by_colour.items():
             self._axes.broken_barh(
                 spans, (top + 1, band.height - 2), facecolor=colour, linewidth=0, zorder=2
@@ -233,16 +231,6 @@ class _Picture:
 
     def _width(self, s: Slice) -> float:
         return min(s.end, self._window.end) - max(s.start, self._window.start)
-
-    def _label(self, s: Slice, x: float, width: float, y: float, colour: str) -> None:
-        for text in _shorter_and_shorter(s.name, int(width / self._pixel / _NARROWEST)):
-            if self._fits(text, width):
-                self._write(x, y, text, color=_readable_on(colour), clip_on=True)
-                return
-
-    def _fits(self, text: str, width: float) -> bool:
-        of_text = self._renderer.get_text_width_height_descent(text, self._font, False)[0]
-        return of_text + 8 <= width / self._pixel
 
     def _draw_busy(self, lane: Lane, band: _Band) -> None:
         bins = _PLOT_WIDTH // _BUSY_WIDTH
@@ -259,7 +247,7 @@ class _Picture:
     def _draw_gaps(self, lane: Lane, band: _Band) -> None:
         for start, end in timeline.gaps(lane.slices[KERNELS], self._window):
             text = f"idle {_duration(end - start)}"
-            if end - start > _LABELLED * self._pixel and self._fits(text, end - start):
+            if end - start > len(text) * _LETTER * self._pixel:
                 middle = band.top + band.height / 2
                 self._write((start + end) / 2, middle, text, color="#8A1C1C", fontstyle="italic")
 
@@ -333,14 +321,14 @@ def _duration(ms: float) -> str:
     return f"{ms:.2f} ms" if ms >= 1 else f"{ms * 1e3:.3g} µs"
 
 
-def _shorter_and_shorter(name: str, letters: int) -> Iterator[str]:
-    """A name in at most so many letters, then without its namespaces, then ever more cut."""
-    yield names.display_name(name, max(letters, 1))
-    short = _NAMESPACE.split(names.display_name(name, len(name)))[-1]
-    if len(short) <= letters:
-        yield short
-    for fewer in range(min(len(short) - 1, letters), _FEWEST_LETTERS - 1, -1):
-        yield names.display_name(short, fewer)
+def _label(name: str, letters: int) -> str:
+    """A name in at most so many letters, if need be without its namespaces, then cut; "" where it
+    would be useless."""
+    whole = names.display_name(name, len(name))
+    if len(whole) <= letters:
+        return whole
+    short = names.display_name(_NAMESPACE.split(whole)[-1], letters)
+    return short if letters >= _FEWEST_LETTERS or names.ELLIPSIS not in short else ""
 
 
 def _colour(s: Slice, band: _Band) -> str:

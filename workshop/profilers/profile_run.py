@@ -6,7 +6,6 @@ same interface: `Watched` and `Plan` are what it must offer.
 """
 
 import argparse
-import fcntl
 import importlib
 import shlex
 import shutil
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import torch
+from filelock import FileLock, Timeout
 from torch import nn
 
 from workshop import errors, records, results, versions
@@ -129,7 +129,8 @@ class ProfileRun:
         self.runner.wait()
 
     def verdict(self) -> str:
-        return gradients_sentence(self.record)
+        assert self.record.gradients is not None  # since it was saved
+        return gradients_sentence(self.record.gradients)
 
     def save_record(self, folder: Path) -> Path:
         """Writes RUN_FILE: what was profiled, and what its last backward pass reached."""
@@ -256,10 +257,8 @@ def watch(run: Watched, steps: int, warmup: int, folder: Path) -> int:
     return errors.DONE
 
 
-def gradients_sentence(record: results.RunResult) -> str:
-    """Whether the profiled steps really trained the model; for a record that was saved."""
-    g = record.gradients
-    assert g is not None
+def gradients_sentence(g: results.Gradients) -> str:
+    """Whether a backward pass reached the whole model."""
     whole = g.params_with_grad == g.params_total
     return (
         f"{'gradients' if whole else 'SEVERED: gradients'} reached {g.tensors_with_grad} of "
@@ -373,25 +372,22 @@ def _locked(folder: Path) -> Iterator[None]:
     """Keeps other runs out of a folder, in which two would mix their files, by a lock on a file
     beside it, which ends with the process at the latest. profile_lib.sh does the same."""
     folder = folder.resolve()
-    lock = folder.parent / f".{folder.name}.lock"
+    path = folder.parent / f".{folder.name}.lock"
+    lock = FileLock(path)
     try:
-        file = lock.open("a")
-    except OSError:  # no lock where this user can't write beside the folder
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise WorkshopError(
+            f"another run is filling {folder}: wait for it, or choose another --output-dir"
+        ) from None
+    except (OSError, NotImplementedError):  # no right to write there, or no locks in it
         yield
         return
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise WorkshopError(
-                f"another run is filling {folder}: wait for it, or choose another --output-dir"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()
 
 
 def _empty(folder: Path) -> None:

@@ -1,8 +1,8 @@
-"""rocprofv3's output: CSV of ROCm 6.3 and later, JSON, rocpd databases, and folders of them.
-rocprof-sys writes such databases too.
+"""rocprofv3's output: CSV of ROCm 6.3 and later, rocpd databases, and folders of them. rocprof-sys
+writes such databases too.
 
 A traced process leaves a set of files, `<prefix>_kernel_trace.csv` and its like or
-`<prefix>_results.db` or `.json`. By default they lie in a folder with the host's name and the
+`<prefix>_results.db`. By default they lie in a folder with the host's name and the
 prefix is the process's number; the passes of a run under counters get folders of their own. A
 domain without events leaves no file.
 """
@@ -28,7 +28,6 @@ from workshop.profilers.rocprofv3_formats import (
     Process,
     Sum,
     from_database,
-    from_json,
     from_tables,
     interval,
 )
@@ -57,7 +56,6 @@ _TABLES = ("kernel_trace", "memory_copy_trace", "counter_collection", "agent_inf
 _CSV_NAME = re.compile(
     rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES + _SUMS)})\.csv(?:\.gz)?"
 )
-_JSON_NAME = re.compile(r"(?P<prefix>.*?)_?results\.json(?:\.gz)?")
 
 
 def read(path: Path) -> KernelTable:
@@ -102,11 +100,6 @@ def recognises_header(columns: list[str]) -> bool:
     return _table_with(columns) is not None
 
 
-def recognises_json(start: str) -> bool:
-    """Whether a JSON text that begins so is rocprofv3's."""
-    return '"rocprofiler-sdk-tool"' in start
-
-
 def is_database(path: Path) -> bool:
     """Whether a file is an SQLite database, under any name."""
     if not path.is_file():
@@ -128,9 +121,6 @@ def _set_of(path: Path) -> Files:
     files = Files(path.parent, path.name)
     if is_database(path):
         files.database = path
-        return files
-    if recognises_json(reading.head(path)):
-        files.json = path
         return files
     columns = CsvTable(path, Problems(path)).columns
     table = _table_with(columns)
@@ -166,15 +156,13 @@ def _sets_below(folder: Path) -> list[Files]:
             set_of(path, match["prefix"] or "").tables[match["table"]] = path
         elif path.suffix == ".db" and is_database(path):
             set_of(path, path.stem.removesuffix("results").rstrip("_")).database = path
-        elif (match := _JSON_NAME.fullmatch(path.name)) and recognises_json(reading.head(path)):
-            set_of(path, match["prefix"]).json = path
     return list(sets.values()) or list(_sets_by_content(paths))
 
 
 def _sets_by_content(paths: Iterable[Path]) -> Iterator[Files]:
     for path in paths:
         with contextlib.suppress(WorkshopError):
-            if path.name.removesuffix(".gz").endswith((".csv", ".json")):
+            if path.name.removesuffix(".gz").endswith(".csv"):
                 yield _set_of(path)
 
 
@@ -182,19 +170,13 @@ def _sets_by_content(paths: Iterable[Path]) -> Iterator[Files]:
 
 
 def _processes(files: Files, stack: contextlib.ExitStack, notes: Notes) -> list[Process]:
-    """Those in a set of files: from its database, if that can be read, or its CSV, or its JSON."""
+    """Those in a set of files: from its database, if that can be read, or its CSV."""
     try:
         if files.database is not None:
             return from_database(files.database, files, stack)
     except WorkshopError as error:
         notes.errors.append(error)
-    if files.tables.keys() - {"agent_info"}:
-        return [from_tables(files)]
-    try:
-        return [from_json(files.json, files)] if files.json is not None else []
-    except WorkshopError as error:
-        notes.errors.append(error)
-        return []
+    return [from_tables(files)] if files.tables.keys() - {"agent_info"} else []
 
 
 def _first_table(

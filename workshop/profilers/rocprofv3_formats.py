@@ -1,7 +1,6 @@
 """The formats of rocprofv3's output, each as the events of the processes that it traced."""
 
 import contextlib
-import itertools
 import json
 import re
 import shlex
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from workshop.errors import WorkshopError
-from workshop.profilers import json_stream, nsys, reading
+from workshop.profilers import nsys, reading
 from workshop.profilers.names import printable
 from workshop.profilers.reading import MOST_NS, CsvTable, NoNumber, Problems, number
 
@@ -66,7 +65,6 @@ class Files:
     """The name that tells it from the others, as in "host/77"."""
     tables: dict[str, Path] = field(default_factory=dict)
     """CSV, by the domain in their names, such as "kernel_trace"."""
-    json: Path | None = None
     database: Path | None = None
 
 
@@ -206,142 +204,6 @@ def _device_of(agents: Path | None) -> str | None:
 
 def _joined(names: Iterable[Any]) -> str | None:
     return ", ".join(dict.fromkeys(str(name) for name in names if name)) or None
-
-
-# --- JSON ---
-
-_NO_ENTRY = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""Errors of reading a field where a JSON entry is not of the form that it should be."""
-_GPU = 2
-"""The type of an agent in JSON."""
-
-
-def from_json(path: Path, files: Files) -> Process:
-    """The process in a JSON file: rocprofv3 gives each a file of its own.
-
-    Raises:
-        WorkshopError: it can't be read.
-    """
-    json_file = _Json(path)
-    rows = json_file.rows
-    return Process(
-        files.run,
-        files.process,
-        device=_joined(json_file.gpus()),
-        markers=rows("marker_api", json_file.markers),
-        host_calls=rows("hip_api", json_file.operation_events),
-        hsa_calls=rows("hsa_api", json_file.operation_events),
-        kernels=rows("kernel_dispatch", json_file.kernel_events),
-        copies=rows("memory_copy", json_file.operation_events),
-        counts=rows("counter_collection", json_file.counts),
-    )
-
-
-class _Json:
-    """A process's JSON file. Its records name nothing: kernels, operations, counters and marker
-    messages are in lists of their own, before them. The file is read once for each list."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        # The first name that is given: without arguments only where the tool was asked for that.
-        keys = ("formatted_kernel_name", "truncated_kernel_name", "kernel_name")
-        self._kernels = self._names(
-            "kernel_symbols",
-            lambda entry: entry["kernel_id"],
-            lambda entry: next(entry[key] for key in keys if entry.get(key)),
-        )
-        self._counters = self._names(
-            "counters", lambda entry: entry["id"]["handle"], lambda entry: entry["name"]
-        )
-        self._agents = self._names(
-            "agents", lambda entry: entry["id"]["handle"], lambda entry: entry["node_id"]
-        )
-        self._messages = self._names(
-            "marker_api", lambda entry: entry["key"], lambda entry: entry["value"]
-        )
-        kinds = json_stream.items(path, "buffer_records", Problems(path))
-        self._operations: dict[int, Any] = {
-            number - 1: entry.get("operations")
-            for number, entry in kinds
-            if isinstance(entry, dict)
-        }
-
-    def _first(self, key: str) -> Iterator[Any]:
-        """The entries of the first list under `key`."""
-        return (entry for _, entry in json_stream.items(self._path, key, Problems(self._path)))
-
-    def rows(self, key: str, rows_of: Callable[[int, Any], Iterable[_RowT]]) -> Rows[_RowT] | None:
-        """The rows of all lists under `key`; None where they are all empty."""
-        problems = Problems(self._path)
-        entries = json_stream.items(self._path, key, problems, every=True)
-        first = next(entries, None)
-        if first is None and not problems.count:
-            return None
-
-        def rows() -> Iterator[_RowT]:
-            for row, entry in itertools.chain([first] if first else [], entries):
-                try:
-                    yield from rows_of(row, entry)
-                except _NO_ENTRY as error:
-                    problems.add(row, f"no record of {key} ({type(error).__name__}: {error!s:.60})")
-
-        return Rows(problems, rows())
-
-    def _names(
-        self, key: str, id_of: Callable[[Any], Any], name_of: Callable[[Any], Any]
-    ) -> dict[Hashable, Any]:
-        """Names by number; entries of another form are passed over."""
-        names: dict[Hashable, Any] = {}
-        for entry in self._first(key):
-            with contextlib.suppress(*_NO_ENTRY, StopIteration):
-                names[id_of(entry)] = name_of(entry)
-        return names
-
-    def gpus(self) -> Iterator[Any]:
-        for entry in self._first("agents"):
-            if isinstance(entry, dict) and entry.get("type") == _GPU:
-                yield entry.get("product_name") or entry.get("name")
-
-    def _agent(self, entry: Any, key: str) -> Any:
-        """The number of the agent under a key; None where there is none."""
-        handle = entry[key]["handle"] if key in entry else None
-        return self._agents.get(handle, handle)
-
-    def kernel_events(self, row: int, entry: Any) -> Iterator[Event]:
-        info = entry["dispatch_info"]
-        name = self._kernels[info["kernel_id"]]
-        yield _json_event(row, entry, name, _device(name, self._agent(info, "agent_id")))
-
-    def operation_events(self, row: int, entry: Any) -> Iterator[Event]:
-        name = self._operations[entry["kind"]][entry["operation"]]
-        ends = (self._agent(entry, key) for key in ("src_agent_id", "dst_agent_id"))
-        yield _json_event(row, entry, name, _device(name, None, *ends))
-
-    def markers(self, row: int, entry: Any) -> Iterator[Event]:
-        # The messages themselves are in a list of the same name.
-        if "correlation_id" in entry:
-            message = self._messages.get(entry["correlation_id"]["internal"])
-            if message is not None:
-                yield _json_event(row, entry, message)
-
-    def counts(self, row: int, entry: Any) -> Iterator[Count]:
-        data = entry["dispatch_data"]
-        info = data["dispatch_info"]
-        kernel, dispatch = self._kernels[info["kernel_id"]], int(info["dispatch_id"])
-        totals: dict[str, float] = {}
-        for record in entry["records"]:  # one for each instance of a hardware block
-            counter = str(self._counters[record["counter_id"]["handle"]])
-            totals[counter] = totals.get(counter, 0.0) + number(record["value"])
-        times = data.get("start_timestamp"), data.get("end_timestamp")
-        device = _device(kernel, self._agent(info, "agent_id"))
-        for counter, value in totals.items():
-            yield (row, kernel, counter, value, dispatch, *times, device)
-
-
-def _json_event(row: int, entry: Any, name: Any, device: str | None = None) -> Event:
-    correlation = int(entry["correlation_id"]["internal"])
-    times = entry["start_timestamp"], entry["end_timestamp"]
-    return (row, name, *times, correlation, device, entry.get("bytes"))
 
 
 # --- rocpd ---
@@ -511,5 +373,5 @@ def _of_domain(domain: str) -> str:
 def _message(data: Any) -> Any:
     try:
         return json.loads(data)["message"]
-    except _NO_ENTRY:
+    except (LookupError, TypeError, ValueError):
         return None

@@ -6,14 +6,13 @@ machine has no tool for, the others still run.
 """
 
 import argparse
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from workshop import errors
@@ -189,45 +188,28 @@ def _check_model_flags(outcomes: list[Outcome], arguments: argparse.Namespace) -
 
 def _run_each(outcomes: list[Outcome], arguments: argparse.Namespace) -> bool:
     """Runs the scripts, and fills their outcomes; whether Ctrl-C ended them."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(stderr=True)
-    with console.status("") as status:
-        for number, outcome in enumerate(outcomes, 1):
-            what = f"{number}/{len(outcomes)} {outcome.script}"
-
-            def show_line(line: str, what: str = what) -> None:
-                text = Text(f"{what}: {line}")
-                text.truncate(console.width - 2, overflow="ellipsis")  # a spinner precedes it
-                status.update(text)
-
-            try:
-                _run(outcome, arguments, show_line)
-            except KeyboardInterrupt:
-                outcome.status = "interrupted"
-                return True
-            if outcome.status != "skipped":  # the table sums those up
-                line = f"{outcome.script}: {outcome.result} ({outcome.seconds:.0f} s)"
-                console.print(Text(line), soft_wrap=not console.is_terminal)
+    for number, outcome in enumerate(outcomes, 1):
+        print(f"{number}/{len(outcomes)} {outcome.script} ...", file=sys.stderr, flush=True)
+        try:
+            _run(outcome, arguments)
+        except KeyboardInterrupt:
+            outcome.status = "interrupted"
+            return True
+        if outcome.status != "skipped":  # the table sums those up
+            line = f"{outcome.script}: {outcome.result} ({outcome.seconds:.0f} s)"
+            print(line, file=sys.stderr, flush=True)
     return False
 
 
-def _run(outcome: Outcome, arguments: argparse.Namespace, show_line: Callable[[str], None]) -> None:
-    """Runs a script, and fills its outcome.
-
-    Args:
-        show_line: is called with the last line of what the script has printed so far.
-    """
+def _run(outcome: Outcome, arguments: argparse.Namespace) -> None:
+    """Runs a script, and fills its outcome."""
     output, log = arguments.output_dir / outcome.output, arguments.output_dir / outcome.log
     before, started = _filled_at(output), time.monotonic()
     process = _start(_command(outcome, arguments, dry_run=False), log)
     try:
         with processes.ended_with_us(process):
             try:
-                while process.poll() is None:
-                    show_line(next(_last_lines(log), ""))
-                    _wait(process, seconds=0.5)
+                process.wait()
             except KeyboardInterrupt:
                 _stop(process)
                 raise
@@ -262,21 +244,15 @@ def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Waits for the process to end, but no longer than that."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=seconds)
-
-
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Ends a script and all that it has started: as Ctrl-C would, then for good."""
     for signal_, seconds in ((signal.SIGINT, SECONDS_TO_STOP), (signal.SIGKILL, 5)):
         try:
             os.killpg(process.pid, signal_)
-            _wait(process, seconds)
+            process.wait(seconds)
         except ProcessLookupError:
             break
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, subprocess.TimeoutExpired):
             continue
     process.wait()
 

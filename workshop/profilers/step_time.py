@@ -8,7 +8,7 @@ thread that pins memory while the main thread waits for its batch then hid the w
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
 TENSOR, KERNEL, COPY, LOADING = "kernel on tensor cores", "kernel", "copy", "DataLoader"
@@ -21,8 +21,6 @@ _ORDER = (TENSOR, *CATEGORIES[:-1])
 
 Span = tuple[float, float]
 """Start and end in ns."""
-Lane = Mapping[str, Sequence[Span]]
-"""What ran on a thread or a stream, by category; TENSOR's kernels apart from the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,31 +48,15 @@ class StepTime:
         return self.tensor_ns / kernels if kernels else 0.0
 
 
-@dataclass
-class Activity:
-    """The activity in a trace's steps, in ns by its clock.
+def divide(active: Mapping[str, Sequence[Span]], spans: Iterable[Span]) -> list[StepTime]:
+    """The time of each of these spans.
 
-    Attributes:
-        spans: the steps', one after the other.
-        lanes: by the name of the thread or stream; the main thread is the first.
-        warnings: sentences: what could not be read.
+    Args:
+        active: what ran, by category; TENSOR's kernels apart from the others.
     """
-
-    spans: list[Span]
-    lanes: Mapping[str, Lane]
-    warnings: list[str] = field(default_factory=list)
-
-    def times(self) -> list[StepTime]:
-        """Those of the steps."""
-        return divide(self.lanes.values(), self.spans)
-
-
-def divide(lanes: Iterable[Lane], spans: Iterable[Span]) -> list[StepTime]:
-    """The time of each of these spans, by what ran on the lanes."""
-    lanes, covered, sums = list(lanes), list[Span](), []
+    covered, sums = list[Span](), []
     for category in _ORDER:
-        active = chain.from_iterable(lane.get(category, ()) for lane in lanes)
-        covered = union([*covered, *active])
+        covered = union([*covered, *active.get(category, ())])
         sums.append(_Covered(covered))
     return [_divide(span, sums) for span in spans]
 

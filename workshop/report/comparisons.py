@@ -91,19 +91,21 @@ def section(group: Group, folder: Path) -> Section:
         folder: of results, with measured ceilings.
     """
     part = tables(group)
-    part.pictures = list(_pictures(group))
-    for row, stored in group.pairs():
-        where = f"{row.label} {group.size}, {row.device}"
-        part.alarms += alarms(row, where, parts.links(stored))
+    part.pictures = list(pictures(group))
+    add_group_roofline(part, group, folder)
+    return part
+
+
+def add_group_roofline(part: Section, group: Group, folder: Path) -> None:
+    """Adds what bounds the steps of a group's timed rows, as `add_roofline`."""
     timed = [one for row, stored in group.pairs() if row.step_ms for one in stored]
     if timed:
         files = dict.fromkeys(one.path for one in timed)
         add_roofline(part, group.size, [*files], folder, [one.run for one in timed])
-    return part
 
 
 def tables(group: Group) -> Section:
-    """The tables and notes of a group."""
+    """The tables, notes and alarms of a group."""
     speed, proof = compared.group_tables(group.rows)
     files = [Cell("", parts.links(runs)) for runs in group.runs]
     part = Section(group.anchor, printable(compared.title(group.rows)))
@@ -117,6 +119,9 @@ def tables(group: Group) -> Section:
             line.tone = BAD if row.plausibility else line.tone
     part.tables += _saved(group)
     part.sentences = [printable(note) for note in proof.notes]
+    for row, stored in group.pairs():
+        where = f"{row.label} {group.size}, {row.device}"
+        part.alarms += alarms(row, where, parts.links(stored))
     return part
 
 
@@ -206,7 +211,8 @@ def speedup_pictures(anchor: str, own: Sequence[Group]) -> list[Picture]:
     return [charts.speedups(f"{anchor}-speedups", rows, files)] if rows else []
 
 
-def _pictures(group: Group) -> Iterator[Picture]:
+def pictures(group: Group) -> Iterator[Picture]:
+    """The parts of a step, of the memory, and the losses, each as far as there are any."""
     phases = [(row, row.step_parts) for row in group.rows if row.step_parts]
     yield from _stack(group, "phases", "Where the time of a step goes", "ms of the median step, "
                       "divided as the separate pass timed its parts", phases, PHASE_COLOURS,

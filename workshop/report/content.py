@@ -116,12 +116,12 @@ def _device(
         commands=_commands(groups) if groups else None,
         pictures=comparisons.speedup_pictures(anchor, groups),
         sizes=[
-            comparisons.section(group, sections.folder_of(group.files[0], collection))
+            comparisons.section(group, sections.folder_of(group.files[0], collection.folders))
             for group in groups
         ],
         others=others,
         profiles=[
-            sections.profile(f"{anchor}-profile-{number}", found, collection, top)
+            sections.profile(f"{anchor}-profile-{number}", found, collection.folders, top)
             for number, found in enumerate(profiles, 1)
         ],
         profile_pictures=sections.category_pictures(anchor, profiles),

@@ -1,4 +1,4 @@
-"""The content of a report, without its origin and its looks.
+"""The content of a report and of the dashboard's views, without its origin.
 
 Text from files may hold anything: here it is lines without control characters, and each page
 escapes it.
@@ -38,12 +38,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Cell:
-    """Of a table: text, or links, or both; `anchor` leads to another place of the report."""
+    """Of a table: text, or links, or both; `anchor` leads to another place of the report. The
+    dashboard also shows a `look`, a `title` under the mouse, and a square of a `colour`."""
 
     text: str
     links: tuple[Link, ...] = ()
     anchor: str = ""
     is_code: bool = False
+    look: str | None = None
+    title: str = ""
+    colour: str = ""
 
 
 @dataclass

@@ -3,10 +3,12 @@ words."""
 
 import abc
 import base64
+import functools
 import html
 import io
 import re
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,9 +47,13 @@ _STYLE = {
 }
 
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Matplotlib's settings are those of the whole process."""
+
+
 @dataclass(frozen=True)
 class Picture(abc.ABC):
-    """A picture that `markup` draws."""
+    """A picture that `markup` draws into a page, or `source` as an image by itself."""
 
     name: str
     """Unique in a page."""
@@ -65,6 +71,17 @@ class Picture(abc.ABC):
     def markup(self) -> str:
         """An HTML element, all text in it escaped."""
 
+    @functools.cached_property
+    def source(self) -> str:
+        """A data URL, for the source of an image."""
+        with _ONE_AT_A_TIME:
+            kind, content = self._image()
+        return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+    @abc.abstractmethod
+    def _image(self) -> tuple[str, bytes]:
+        """Its kind, and its content."""
+
 
 @dataclass(frozen=True)
 class Chart(Picture):
@@ -77,20 +94,27 @@ class Chart(Picture):
     in_markdown: bool = False
 
     def markup(self) -> str:
+        return _inline(self._svg(), f"{self.title}. {self.alt}")
+
+    def _image(self) -> tuple[str, bytes]:
+        # An image can't use the page's fonts.
+        return "svg+xml", self._svg(**{"svg.fonttype": "path"}).encode()
+
+    def _svg(self, **look: str) -> str:
         import matplotlib
         from matplotlib.figure import Figure
 
         none = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         text = io.StringIO()
         # The salt goes into all identifiers that the drawing refers to.
-        style: Any = _STYLE | {"svg.hashsalt": self.name}
+        style: Any = _STYLE | {"svg.hashsalt": self.name} | look
         with matplotlib.rc_context(style), warnings.catch_warnings():
             # Letters missing in its font: a page has more fonts.
             warnings.filterwarnings("ignore", message="Glyph .* missing")
             figure = Figure(figsize=self.size, layout="constrained")
             self.draw(figure)
             figure.savefig(text, format="svg", transparent=True, metadata=none)
-        return _inline(text.getvalue(), f"{self.title}. {self.alt}")
+        return text.getvalue()
 
 
 @dataclass(frozen=True)
@@ -101,6 +125,10 @@ class DrawnPicture(Picture):
     wide = True
 
     def markup(self) -> str:
+        words = html.escape(f"{self.title}. {self.alt}")
+        return f'<img src="{self.source}" alt="{words}">'
+
+    def _image(self) -> tuple[str, bytes]:
         from PIL import Image  # which matplotlib brings along
 
         content = io.BytesIO()
@@ -108,12 +136,9 @@ class DrawnPicture(Picture):
             target = Path(folder) / "picture.png"
             self.draw(target)
             with Image.open(target) as drawn:
-                width, height = drawn.size
                 flat = drawn.convert("RGB").quantize(_COLOURS_OF_PNG, dither=Image.Dither.NONE)
                 flat.save(content, format="png", optimize=True)
-        source = f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
-        words = html.escape(f"{self.title}. {self.alt}")
-        return f'<img src="{source}" alt="{words}" width="{width}" height="{height}">'
+        return "png", content.getvalue()
 
 
 def roofline_picture(name: str, roofline: Roofline, files: tuple[Path, ...]) -> Picture:

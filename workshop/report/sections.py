@@ -11,7 +11,7 @@ from workshop.errors import WorkshopError
 from workshop.kernels import rows
 from workshop.kernels.cases import OURS
 from workshop.kernels.rows import Row
-from workshop.labs import LabRow
+from workshop.labs import LabRow, LabRun
 from workshop.profilers import advisor, kernel_file, show
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import display_name, printable
@@ -45,12 +45,12 @@ HARNESS_INTRO = (
 # --- profiles ------------------------------------------------------------------------------------
 
 
-def folder_of(path: Path, collection: Collection) -> Path:
-    """The one of the collection's folders that a file lies in."""
-    return next(folder for folder in collection.folders if folder in path.parents)
+def folder_of(path: Path, folders: Sequence[Path]) -> Path:
+    """The one of a collection's folders that a file lies in."""
+    return next(folder for folder in folders if folder in path.parents)
 
 
-def profile(anchor: str, found: Profile, collection: Collection, top: int) -> Section:
+def profile(anchor: str, found: Profile, folders: Sequence[Path], top: int) -> Section:
     """The head of a profile's hot list, its summary and its advice."""
     file = found.folder / kernel_file.JSON_FILE
     records = (place / RUN_FILE for place in (found.folder, found.folder.parent) if found.record)
@@ -65,7 +65,7 @@ def profile(anchor: str, found: Profile, collection: Collection, top: int) -> Se
         if advice.severity == advisor.WARNING:
             text = printable(f"{section.title}: {advice.sentence}")
             section.alarms.append(Alarm(parts.SUSPECT, text, tuple(links)))
-    add_roofline(section, section.title, [file], folder_of(file, collection))
+    add_roofline(section, section.title, [file], folder_of(file, folders))
     return section
 
 
@@ -134,8 +134,10 @@ def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]
 def others(collection: Collection) -> tuple[list[tuple[str, Section]], list[tuple[Path, str]]]:
     """The other measurements in a collection's folders, each with the name of its device; and the
     broken ones, each with the reason."""
-    found = [_benchmark(f"benchmark-{number}", path, collection)
-             for number, path in enumerate(collection.kernels, 1)]  # fmt: skip
+    found = [
+        benchmark(f"benchmark-{number}", path, runs, collection.folders)
+        for number, (path, runs) in enumerate(collection.kernels.items(), 1)
+    ]
     broken: list[tuple[Path, str]] = []
     files = (path for top in collection.folders for path in top.rglob(f"{HARNESS}/[!.]*.json"))
     for path in sorted({path.parent for path in files}):
@@ -146,10 +148,13 @@ def others(collection: Collection) -> tuple[list[tuple[str, Section]], list[tupl
     return found, broken
 
 
-def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Section]:
-    """V3's operators beside the other contenders, without those that do not exist for a case."""
-    measured = [row for row in map(Row, collection.kernels[path]) if row.verdict != SKIPPED]
-    first = collection.kernels[path][0]
+def benchmark(
+    anchor: str, path: Path, runs: Sequence[LabRun], folders: Sequence[Path]
+) -> tuple[str, Section]:
+    """V3's operators beside the other contenders, without those that do not exist for a case; and
+    the device's name."""
+    measured = [row for row in map(Row, runs) if row.verdict != SKIPPED]
+    first = runs[0]
     section = Section(anchor, "V3's kernels", (Link(path.name, path),))
     section.intro = KERNELS.format(commit=printable(str(first.git_commit)))
     for group in rows.by_op(measured):
@@ -164,7 +169,7 @@ def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Se
                 found = LabRow((row.run,), of=row.run.subject)
                 section.alarms += lab_sections.alarms(found, section.title, section.links)
     section.sentences.append(printable(rows.summary(Row(first))))
-    add_roofline(section, section.title, [path], folder_of(path, collection), in_words=False)
+    add_roofline(section, section.title, [path], folder_of(path, folders), in_words=False)
     return str(first.device["name"]), section
 
 

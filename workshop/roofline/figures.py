@@ -1,6 +1,5 @@
-"""Draws a roofline: a PNG for a projector, and an interactive page that needs no network."""
+"""Draws a roofline: a PNG for a projector, and its points in a table."""
 
-import html
 import math
 import warnings
 from collections.abc import Iterable, Sequence
@@ -23,20 +22,16 @@ COLOURS = KERNEL_COLOURS | {
 }
 """By category: a kernel's as in other pictures, a step's parts as in the comparisons'."""
 MOST_DRAWN = 200
-"""Points in a picture and in the page's table. Those that follow are the shortest kernels."""
+"""Points in a picture. Those that follow are the shortest kernels."""
 WIDTH, HEIGHT, DPI = 1600, 900, 100
 """Of the PNG, in pixels."""
 _FLAG = "#B3261E"
 _CEILING_COLOURS = dict.fromkeys(model.ORIGINS, "#1A1F24") | {MEASURED: "#9C2C77"}
 _LEFT, _INSIDE, _RIGHT = -1, 0, 1
 """Where a point is drawn: at its intensity, or at an edge of the plot."""
-_MARKERS = {
-    _LEFT: ("<", "triangle-left"),
-    _INSIDE: ("o", "circle"),
-    _RIGHT: (">", "triangle-right"),
-}
-"""By edge: matplotlib's and plotly's name."""
-_LEVELS = {"L2": ("s", "square"), "L1": ("D", "diamond")}
+_MARKERS = {_LEFT: "<", _INSIDE: "o", _RIGHT: ">"}
+"""By edge."""
+_LEVELS = {"L2": "s", "L1": "D"}
 """Of points in the plot whose bytes are those of a cache."""
 _EDGES = {_LEFT: "no operations, or not counted", _RIGHT: "no bytes, or not counted"}
 _X_TITLE, _Y_TITLE = "arithmetic intensity, FLOP per byte of memory traffic", "FLOP/s"
@@ -110,17 +105,7 @@ class Mark:
         return math.sqrt(self.area / math.pi) * DPI / 72
 
     @property
-    def diameter(self) -> float:
-        """In pixels of the page."""
-        return math.sqrt(self.area) * 0.9
-
-    @property
-    def colour(self) -> str:
-        return COLOURS[self.point.category]
-
-    @property
-    def marker(self) -> tuple[str, str]:
-        """Matplotlib's and plotly's name."""
+    def marker(self) -> str:
         inside = _LEVELS.get(self.point.level, _MARKERS[_INSIDE])
         return inside if self.edge == _INSIDE else _MARKERS[self.edge]
 
@@ -191,23 +176,17 @@ def marks(roofline: Roofline, frame: View) -> list[Mark]:
 
 
 Spot = tuple[float, float]
-_SIDES = {
-    (1, 0): "middle right", (-1, 0): "middle left", (0, 1): "top center", (0, -1): "bottom center",
-    (1, 1): "top right", (1, -1): "bottom right", (-1, 1): "top left", (-1, -1): "bottom left",
-}  # fmt: skip
-"""Plotly's names for the sides of a marker."""
+_SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
+"""Of a marker: how far right and up."""
 _HALF_NUMBER = 12.0, 9.0
 """Half the width and height of a number, in pixels."""
 
 
 def number_spots(
-    markers: Sequence[tuple[float, float, float]],
-    corner: Spot,
-    reaches: Sequence[int] = (0,),
-    most: int = MOST_DRAWN,
-) -> list[tuple[Spot, str] | None]:
-    """Where the numbers of the first markers have room, and on which side that is: on no other
-    number, and if possible on no marker; None where there is none.
+    markers: Sequence[tuple[float, float, float]], corner: Spot, reaches: Sequence[int], most: int
+) -> list[Spot | None]:
+    """Where the numbers of the first markers have room: on no other number, and if possible on no
+    marker; None where there is none.
 
     Args:
         markers: x, y and radius of each, in pixels from the plot's lower left corner.
@@ -215,7 +194,7 @@ def number_spots(
         reaches: distances to try, in pixels between a marker and its number.
     """
     width, height = _HALF_NUMBER
-    found: list[tuple[Spot, str] | None] = []
+    found: list[Spot | None] = []
 
     def overlaps(spot: Spot, others: Iterable[tuple[float, float, float, float]]) -> bool:
         """Others are x, y, and half their width and height."""
@@ -224,20 +203,20 @@ def number_spots(
         )
 
     for x, y, radius in markers[:most]:
-        numbers = [(*other[0], *_HALF_NUMBER) for other in found if other]
+        numbers = [(*other, *_HALF_NUMBER) for other in found if other]
         spots = [
-            ((x + across * (radius + reach + width), y + up * (radius + reach + height)), side)
+            (x + across * (radius + reach + width), y + up * (radius + reach + height))
             for reach in reaches
-            for (across, up), side in _SIDES.items()
+            for across, up in _SIDES
         ]
         free = [
-            (spot, side)
-            for spot, side in spots
+            spot
+            for spot in spots
             if width <= spot[0] <= corner[0] - width and height <= spot[1] <= corner[1] - height
             if not overlaps(spot, numbers)
         ]
         circles = [(a, b, r, r) for a, b, r in markers]
-        beside = (one for one in free if not overlaps(one[0], circles))
+        beside = (spot for spot in free if not overlaps(spot, circles))
         found.append(next(beside, free[0] if free else None))
     return found
 
@@ -335,8 +314,8 @@ def _draw_marks(axes: Any, drawn: Sequence[Mark]) -> None:
             mark.x,
             mark.y,
             s=mark.area,
-            marker=mark.marker[0],
-            color=mark.colour,
+            marker=mark.marker,
+            color=COLOURS[mark.point.category],
             alpha=0.85,
             edgecolors=mark.edge_colour,
             linewidths=2.5 if mark.implausible else 1.0,
@@ -360,7 +339,7 @@ def _number(axes: Any, drawn: Sequence[Mark], labels: int) -> None:
     spots = number_spots(markers, (right - left, top - bottom), range(2, 280, 14), most)
     for mark, pixel, found in zip(drawn, pixels, spots, strict=False):
         if found:
-            (x, y), _ = found
+            x, y = found
             axes.annotate(
                 str(mark.rank), pixel, xytext=(left + x, bottom + y), xycoords="figure pixels",
                 textcoords="figure pixels", ha="center", va="center", fontsize=_FONT_SIZE,
@@ -389,14 +368,14 @@ def _draw_legend(figure: Any, drawn: Sequence[Mark], origins: Iterable[str]) -> 
         name: {"marker": "o", "color": COLOURS[name]} for name in _categories(drawn)
     }
     entries |= {
-        text: {"marker": _MARKERS[edge][0], "color": grey}
+        text: {"marker": _MARKERS[edge], "color": grey}
         for edge, text in _EDGES.items()
         if edge in present
     }
     levels = {mark.point.level for mark in drawn if mark.edge == _INSIDE}
     entries |= {
         f"bytes at {level}": {"marker": marker, "color": grey}
-        for level, (marker, _) in _LEVELS.items()
+        for level, marker in _LEVELS.items()
         if level in levels
     }
     if any(mark.is_lower_bound for mark in drawn):
@@ -418,129 +397,7 @@ def _draw_legend(figure: Any, drawn: Sequence[Mark], origins: Iterable[str]) -> 
     )  # fmt: skip
 
 
-# --- the page ------------------------------------------------------------------------------------
-
-_PAGE_PLOT = 950.0, 560.0
-"""About the size of the page's plot, in pixels; a browser's window decides."""
-
-
-def plotly_figure(roofline: Roofline) -> Any:
-    """The roofline as a plotly Figure: every point and ceiling shows its numbers under the mouse.
-    Names from files are escaped."""
-    import plotly.graph_objects as go
-
-    frame = view(roofline)
-    figure = go.Figure()
-    for line in lines(roofline, frame):
-        figure.add_scatter(
-            x=[line.start[0], line.end[0]],
-            y=[line.start[1], line.end[1]],
-            mode="lines",
-            name=html.escape(f"{line.text} ({line.origin})"),
-            line={
-                "color": line.colour,
-                "dash": "dash" if line.origin == MEASURED else "solid",
-                "width": 2.5 if line.is_main else 1.2,
-            },
-            hoverinfo="name",
-            hoverlabel={"namelength": -1},
-        )
-    drawn = marks(roofline, frame)
-    sides = _sides(drawn, frame)
-    for category in _categories(drawn):
-        own = [mark for mark in drawn if mark.point.category == category]
-        figure.add_scatter(
-            x=[mark.x for mark in own],
-            y=[mark.y for mark in own],
-            mode="markers+text",
-            text=[str(mark.rank) if mark.rank in sides else "" for mark in own],
-            textposition=[sides.get(mark.rank, "top center") for mark in own],
-            name=html.escape(category),
-            hovertext=[_hover(roofline, mark) for mark in own],
-            hoverinfo="text",
-            cliponaxis=False,
-            marker={
-                "color": COLOURS[category],
-                "size": [mark.diameter for mark in own],
-                "symbol": [mark.marker[1] for mark in own],
-                "opacity": 0.85,
-                "line": {
-                    "color": [mark.edge_colour for mark in own],
-                    "width": [3 if mark.implausible else 1 for mark in own],
-                },
-            },
-        )
-    figure.update_layout(
-        template="plotly_white",
-        font={"size": 15},
-        height=680,
-        margin={"t": 20, "r": 20},
-        legend={"itemsizing": "constant", "font": {"size": 13}},
-        hoverlabel={"align": "left", "font": {"size": 14}},
-        xaxis=_logarithmic(frame.x, _X_TITLE, ",~r"),
-        yaxis=_logarithmic(frame.y, _Y_TITLE, "~s"),
-    )
-    return figure
-
-
-def _logarithmic(edges: tuple[float, float], title: str, ticks: str) -> dict[str, Any]:
-    """An axis of plotly, with a tick a decade."""
-    ends = [math.log10(edge) for edge in edges]
-    return {"type": "log", "title": title, "range": ends, "dtick": 1, "tickformat": ticks}
-
-
-def _sides(drawn: Sequence[Mark], frame: View) -> dict[int, str]:
-    """On which side of its marker each point's number is, by rank; a number without room shows only
-    under the mouse."""
-
-    def pixel(value: float, edges: tuple[float, float], length: float) -> float:
-        return math.log(value / edges[0]) / math.log(edges[1] / edges[0]) * length
-
-    markers = [
-        (pixel(mark.x, frame.x, _PAGE_PLOT[0]), pixel(mark.y, frame.y, _PAGE_PLOT[1]),
-         mark.diameter / 2)
-        for mark in drawn
-    ]  # fmt: skip
-    spots = zip(drawn, number_spots(markers, _PAGE_PLOT), strict=True)
-    return {mark.rank: found[1] for mark, found in spots if found}
-
-
-def _hover(roofline: Roofline, mark: Mark) -> str:
-    point = mark.point
-    words = html.escape(model.in_words(roofline, point))
-    rows = [f"<b>{mark.rank} {html.escape(point.label)}</b>", words]
-    rows += [model.rate_text(rate, kind) for kind in model.KINDS if (rate := point.rate(kind))]
-    if point.intensity is not None:
-        rows.append(f"{point.intensity:.3g} FLOP/byte")
-    if point.seconds is not None:
-        part = f", {point.share:.1%}" if point.share is not None else ""
-        rows.append(f"{point.seconds * 1e3:,.4g} ms{part}")
-    return "<br>".join(rows)
-
-
-def page(roofline: Roofline, *, limit: int = 10) -> str:
-    """A self-contained HTML page: the figure with all of plotly.js, the sentences for the first
-    `limit` points, a table of all."""
-    import jinja2
-
-    figure = plotly_figure(roofline).to_html(
-        full_html=False, include_plotlyjs=True, config={"displaylogo": False, "responsive": True}
-    )
-    more = len(roofline.points) - MOST_DRAWN
-    left_out = [f"{more:,} shorter kernels are in roofline.csv alone"] if more > 0 else []
-    header, *rows = table_cells(roofline)[: MOST_DRAWN + 1]
-    template = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
-    return jinja2.Template(template, autoescape=True, undefined=jinja2.StrictUndefined).render(
-        title=f"Roofline of {roofline.heading}",
-        figure=figure,
-        flags=model.flags(roofline),
-        sentences=model.sentences(roofline, limit),
-        header=header,
-        rows=rows,
-        ceilings=[f"{model.ceiling_text(c)} ({c.origin}): {c.source}" for c in roofline.ceilings],
-        notes=[*roofline.notes, *left_out],
-    )
-
+# --- the table -----------------------------------------------------------------------------------
 
 HEADER = (
     "", "name", "category", "ms", "share", "FLOP/B", "GB/s", "GFLOP/s", "roof", "of roof",

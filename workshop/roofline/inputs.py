@@ -1,7 +1,7 @@
 """Makes a roofline of what there is: result files, kernel tables, V3's benchmark, plain numbers.
 
-What a tool counted is taken as it is. Where nothing was counted, the model's sizes give what a
-training step must compute and must at least move.
+What a tool counted is taken as it is. Of a timed step the model's sizes give what it must compute
+and must at least move.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,6 @@ from workshop.results import Run, RunResult, model_sizes
 from workshop.roofline import ceilings, model
 from workshop.roofline.model import MAIN_MEMORY, MEASURED, Ceiling, Point, Roofline
 from workshop.run import chips, flops
-from workshop.run.precision import LADDER
 
 STEP, FORWARD, BACKWARD, ADAMW = "step", "forward", "backward", "AdamW"
 """Categories of a training step's parts."""
@@ -47,10 +46,6 @@ RUN_BYTES = (
     "weights, gradients and AdamW's state, "
     f"{FORWARD_BYTES} + {BACKWARD_BYTES} + {flops.ADAMW_BYTES_PER_PARAMETER} bytes a parameter. "
     "Activations are not in it, so the true points lie further left"
-)
-MODEL_BYTES = (
-    "the profile has no counters: operations and bytes are from the model's sizes, every operand "
-    "passing through memory once, so the true points lie further left, unless a cache holds them"
 )
 NEEDS_COUNTERS = (
     "bytes and operations of each kernel need counters: profile with run_ncu.sh on NVIDIA, "
@@ -318,8 +313,6 @@ def _add_table(
     if sum(table.share(kernel) for kernel in counted) >= LEAST_SEEN:
         _add_kernels(roofline, table, counted, precision or (run.precision if run else None))
         return
-    if run is not None:
-        _add_products(roofline, metrics.Figures(table, run), run)
     roofline.notes.append(NEEDS_COUNTERS)
 
 
@@ -363,63 +356,6 @@ def _add_kernels(
             f"{without} of {len(table.kernels)} kernels, {missed:.0%} of the time, have no "
             "counters or no time, and are left out"
         )
-
-
-def _add_products(roofline: Roofline, known: metrics.Figures, run: RunResult) -> None:
-    """Of a profile without counters: all products, all fused attention and AdamW as a point each,
-    as far as the model's sizes give their work."""
-    reached = run.gradients
-    if known.steps is None or (reached and reached.params_with_grad < reached.params_total):
-        return  # how often, or whether, the work was done is not known
-    sizes, tokens = model_sizes(run.config), run.batch_size * run.seq_len
-    times = known.groups_ns
-    width = 4 if LADDER[run.precision].autocast_dtype is None else 2
-    attention = 3 * flops.attention_flops(sizes, run.batch_size, run.seq_len)
-    products = 3 * flops.matmul_flops(sizes, tokens)
-    fused = times["attention"] > 0
-    parameters = flops.parameter_count(sizes)
-    parts: list[tuple[str, str, float | None, float]] = [
-        # Without a kernel of its own, attention's products are among the others.
-        ("GEMM", "all matrix products", products + (0 if fused else attention),
-         _product_bytes(sizes, tokens, width)),
-        ("attention", "all fused attention", attention, _attention_bytes(sizes, tokens, width)),
-    ]  # fmt: skip
-    if _fills_memory(parameters):
-        moved = float(flops.ADAMW_BYTES_PER_PARAMETER * parameters)
-        parts.append(("optimizer", "all of AdamW", None, moved))
-    roofline.points += [
-        model.point(
-            f"{label} of a step",
-            category,
-            run.precision,
-            times[category] / known.steps / 1e9,
-            operations,
-            moved,
-            share=times[category] / known.total_ns,
-            at_least=True,
-        )
-        for category, label, operations, moved in parts
-        if times[category]
-    ]
-    roofline.notes.append(MODEL_BYTES)
-
-
-def _product_bytes(sizes: flops.Sizes, tokens: int, width: int) -> float:
-    """Of a step's products with weights: forward, gradient of the inputs, gradient of the weights.
-    Each has the same three matrices as operands and result, of `width` bytes a number. q, k and v
-    count as one product, and so do gate and up: fused, they read their input once."""
-    hidden, inner = sizes.hidden_dim, sizes.intermediate_dim
-    kv = sizes.num_kv_heads * hidden // sizes.num_heads
-    layer = ((hidden, hidden + 2 * kv), (hidden, hidden), (hidden, 2 * inner), (inner, hidden))
-    shapes = (*layer * sizes.num_layers, (hidden, sizes.vocab_size))
-    return 3.0 * width * sum(tokens * (k + n) + k * n for k, n in shapes)
-
-
-def _attention_bytes(sizes: flops.Sizes, tokens: int, width: int) -> float:
-    """Of a step's fused attention. Forward: reads q, k, v and writes o; backward: reads them and
-    o's gradient, and writes those of q, k and v."""
-    kv = sizes.num_kv_heads * sizes.hidden_dim // sizes.num_heads
-    return 6.0 * width * tokens * (sizes.hidden_dim + kv) * sizes.num_layers
 
 
 # --- V3's benchmark ------------------------------------------------------------------------------

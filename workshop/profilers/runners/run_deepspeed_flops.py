@@ -34,10 +34,10 @@ def main(arguments: argparse.Namespace) -> int:
     def count(data: Data) -> int:
         folder, (batches, data_record) = arguments.output_dir, data
         print_configuration(request, data_record)
-        report = flop_counts.count(request, batches[0], folder / "deepspeed_profile.txt")
+        record = flop_counts.count(request, batches[0], folder / "deepspeed_profile.txt")
         if not request.interpreted:
-            report.utilisation = flop_counts.measure_utilisation(request, batches)
-        return flop_counts.write(report, folder, arguments.command)
+            record |= flop_counts.measure_utilisation(request, batches)
+        return flop_counts.write(record, folder, arguments.command)
 
     return profile_run.run(profile_run.plan_of(request), arguments, count)
 
@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
 if __name__ == "__main__":
     arguments = profile_run.runner_arguments(
         "Counts the FLOP of a training step with FlopCounterMode, DeepSpeed and from the model's "
-        "sizes, explains the differences, and times steps for the MFU.",
+        "sizes, says why they differ, and times steps for the MFU.",
         steps=10,
         argv=sys.argv,
     )
