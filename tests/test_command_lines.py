@@ -117,7 +117,6 @@ ANYTHING = {
     (BENCHMARK, "--dist-url"),
     (f"{ROOFLINE_LAB}parse_ncu_csv.py", "--label"),  # any text
     (PLOT, "--label"),
-    ("labs/inference_benchmark/results_sheet.py", "--name"),
 }
 """Flags of which only the empty value is known to be wrong."""
 PROMPTS = {

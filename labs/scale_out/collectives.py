@@ -247,7 +247,7 @@ def _check_sizes(sizes: Iterable[int], processes: int) -> None:
             )
 
 
-# --- tables and pictures -------------------------------------------------------------------------
+# --- tables -------------------------------------------------------------------------------------
 
 Curve = list[tuple[int, float]]
 """Bytes of a message, and the bus bandwidth in GB/s."""
@@ -293,39 +293,20 @@ def _table(device: str, processes: int, its: dict[str, Curve]) -> Table:
     return Table(f"{LAB}: collectives, {processes} processes, {device}", header, lines, notes)
 
 
-def draw(rows: Sequence[LabRow], target: Path) -> bool:
-    """Draws bus bandwidth by size and the link's limit, a panel for each device and number of
-    processes; returns whether there was something to draw."""
-    found = curves(rows)
-    if not found:
-        return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(
-        1, len(found), figsize=(1 + 6 * len(found), 4.5), layout="constrained", squeeze=False
-    )
-    for axis, ((device, n), its) in zip(axes[0], found.items(), strict=True):
-        for (name, curve), look in zip(its.items(), (("s", "#D55E00"), ("D", "#009E73"),
-                                                     ("o", "#0072B2")), strict=False):  # fmt: skip
-            axis.plot(*zip(*curve, strict=True), marker=look[0], color=look[1], label=name)
-        if limit := link_limit(device):
-            axis.axhline(limit, color="black", linestyle="--", label=f"link, {limit:,.0f} GB/s")
-        axis.set_xscale("log", base=2)
-        ticks = sorted({size for curve in its.values() for size, _ in curve})[::2]
-        axis.set_xticks(ticks, map(size_text, ticks))
-        axis.set_ylim(bottom=0)
-        axis.set_xlabel("message")
-        axis.set_ylabel("bus bandwidth, GB/s")
-        axis.set_title(f"{n} processes, {device}", loc="left")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
-    with results.atomic_path(target) as path:
-        figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return True
+def summary(rows: Iterable[LabRow]) -> Table:
+    """Bus bandwidth by size, a column for each collective of each device and number of processes;
+    of several rows of one message the last."""
+    found = {
+        f"{device}, {n}: {name}": dict(curve)
+        for (device, n), its in curves(rows).items()
+        for name, curve in its.items()
+    }
+    sizes = sorted({size for curve in found.values() for size in curve})
+    lines = [
+        Line([size_text(size), *(number(curve.get(size), ",.1f") for curve in found.values())])
+        for size in sizes
+    ]
+    return Table("Bus bandwidth in GB/s", ("message", *found), lines)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@
 
 Weak scaling: each process has the batch that one has alone. Strong: they share that batch. Each run
 is a group of processes of its own, through train.py, its gate and its audit; their order
-alternates. The bandwidth of the collectives is measured as well. From it and from one process a
-model predicts the step's time, for up to 1,024 GPUs.
+alternates. The bandwidth of the collectives is measured as well.
 """
 
 import argparse
@@ -30,7 +29,7 @@ if __name__ == "__main__":
 
 import torch
 
-from labs.scale_out import audit, collectives, loop, prediction, proof, request, scaling, strategies
+from labs.scale_out import audit, collectives, loop, proof, request, scaling, strategies
 from workshop import errors, labs, records, results, versions
 from workshop.arguments import count, parse
 from workshop.compare import lab_table, tables
@@ -45,7 +44,7 @@ from workshop.run.precision import get_precision
 
 PROGRAM = Path(__file__).with_name("train.py")
 TRAININGS = {
-    "cuda": ("v1:ddp", "v2:ddp", "v3:ddp", "v3:p2p:graph", "v4:ddp", "v4:fsdp",
+    "cuda": ("v1:ddp", "v2:ddp", "v3:ddp", "v3:ddp:graph", "v4:ddp", "v4:fsdp",
              "v4:fsdp:graph", "v4:zero1", "v4:zero2", "v2:zero3",
              "hf:accelerate-ddp", "hf:accelerate-fsdp"),
     "cpu": ("v2:ddp", "v2:fsdp", "hf:accelerate-ddp"),
@@ -144,7 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--collectives",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="measure their bandwidth, which the model of the step's time needs (default: yes)",
+        help="measure their bandwidth (default: yes)",
     )
     add("--device", default="auto", help="auto, cpu or cuda (default auto: GPU if any)")
     add(
@@ -187,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    errors.require("rich", "matplotlib")
+    errors.require("rich")
     device = hardware.get_device(arguments.device)
     sizes = _sizes(arguments.processes, device)
     todo = cases(arguments, device, sizes)
@@ -274,9 +273,8 @@ def cases(arguments: argparse.Namespace, device: torch.device, sizes: Sequence[i
 
 
 def _alone(training: Training) -> Training:
-    """The training in one process: `p2p` becomes `ddp`, so that it is measured once."""
-    version, strategy, graph = training
-    return Training(version, strategy.replace("p2p", "ddp"), graph and strategy == "fsdp")
+    """The training in one process, which with `ddp` is the version itself."""
+    return training._replace(graph=training.graph and training.strategy == "fsdp")
 
 
 def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iterator[LabRun]:
@@ -326,7 +324,7 @@ def _variant(study: Study, case: Case) -> str:
 def _execution(study: Study, case: Case) -> tuple[str, bool]:
     """The mode of torch.compile, and whether the step is captured."""
     version, strategy, graph = case.training
-    alone = strategy in strategies.PLAIN and case.size == 1
+    alone = strategy == "ddp" and case.size == 1
     compile_mode = study.asked.compile or ("none" if strategy == "zero3" else None)
     return execution(
         versions.get_version(version), compile_mode, graph or (None if alone else False),
@@ -414,19 +412,12 @@ def _outcome(run: LabRun) -> str:
 
 
 def show(runs: Sequence[LabRun], folder: Path) -> int:
-    """Prints and writes the tables of a session, and draws all runs in the folder of its device;
-    returns the exit status."""
+    """Prints and writes the tables of a session; returns the exit status."""
     rows = [row for group in labs.newest(runs) for row in group]
     shown = scaling.tables_of(rows)
     tables.print_tables(shown)
     results.write_text(folder / "scaling.md", tables.markdown(shown))
-    written = [folder / "scaling.md"]
-    stored = records.load_folder(folder, LabRun)
-    drawn = [row for session in scaling.sessions(stored)[rows[0].device] for row in session]
-    for name, draw in (("collectives", collectives.draw), ("prediction", prediction.draw)):
-        if draw(drawn, folder / f"{name}.png"):
-            written.append(folder / f"{name}.png")
-    print(f"Written: {', '.join(map(str, written))}")
+    print(f"Written: {folder / 'scaling.md'}")
     print(f"Result file: {records.path_in(folder, runs[0].session)}")
     for alarm in lab_table.alarms(rows):
         print(alarm, file=sys.stderr)
