@@ -12,6 +12,15 @@ from workshop.run.torchvision import make_importable
 CLASSES = 10
 
 
+def require_torchvision() -> None:
+    """Imports torchvision; raises NotOnThisMachine where it is not installed."""
+    if not make_importable():
+        raise NotOnThisMachine(
+            "torchvision is missing: run `make setup`, or pip install the torchvision that "
+            f"belongs to PyTorch {torch.__version__}"
+        )
+
+
 def build(name: str) -> nn.Module:
     """torchvision's network, in which a 3 x 3 convolution of stride 1 takes the place of the first
     layers: those are for 224 x 224, and would leave 8 x 8 of an image.
@@ -19,11 +28,7 @@ def build(name: str) -> nn.Module:
     Raises:
         NotOnThisMachine: torchvision is not installed.
     """
-    if not make_importable():
-        raise NotOnThisMachine(
-            "torchvision is missing: run `make setup`, or pip install the torchvision that "
-            f"belongs to PyTorch {torch.__version__}"
-        )
+    require_torchvision()
     import torchvision
 
     model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=CLASSES)
