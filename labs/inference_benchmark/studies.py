@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from labs import shared
 from labs.inference_benchmark import group as groups
 from labs.inference_benchmark import measure, modes, networks, request, single
 from labs.inference_benchmark.modes import Setting, Variant
@@ -181,29 +182,15 @@ def _alternate(plans: list[Flags], arguments: argparse.Namespace) -> int:
     folder = results.prepare_folder(arguments.output_dir)
     session, common = results.new_session(), _common_flags(arguments)
     baseline = single.planned([*common, *plans[0]], arguments.study, session)[0].variant
-    runs: list[LabRun] = []
-    dead: set[Flags] = set()
-    interrupted = False
-    try:
-        for repeat in range(arguments.repeats):
-            alive = [plan for plan in plans[:: 1 - 2 * (repeat % 2)] if plan not in dead]
-            made = [_plan([*common, *plan], arguments, session, baseline) for plan in alive]
-            for plan, found in zip(alive, studies.in_turns(made, arguments.jobs), strict=True):
-                runs.append(found)
-                if found.status != "complete":
-                    dead.add(plan)
-                count = f"run {repeat + 1} of {arguments.repeats}"
-                print(f"{found.variant}, {count}: {_outcome(found)}", flush=True)
-    except KeyboardInterrupt:
-        interrupted = True
-        if not runs:
-            raise
+
+    def plan(flags: Flags, repeat: int) -> studies.Plan:
+        return _plan([*common, *flags], arguments, session, baseline)
+
+    measured = shared.alternating(plans, arguments.repeats, plan, arguments.jobs)
+    runs, interrupted = shared.told(measured, _outcome)
     rows = labs.build_rows(runs)
     _write(rows, folder, _file_name(arguments, rows[0].first))
-    if interrupted:
-        print("interrupted: the table holds what was completed", file=sys.stderr)
-        return errors.INTERRUPTED
-    return errors.ANSWER_IS_NO if any(row.failed for row in rows) else errors.DONE
+    return shared.status_of(rows, interrupted)
 
 
 def _file_name(arguments: argparse.Namespace, first: LabRun) -> str:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labs import shared
 from labs.scale_out import group as groups
 from labs.scale_out.group import Group
 from labs.scale_out.request import LAB
@@ -194,13 +195,7 @@ def _main(argv: list[str] | None) -> int:
     )
     add("--iterations", type=count, default=20, metavar="N", help="of each message (default 20)")
     add("--device", default="auto", help="auto, cpu or cuda (default auto: GPU if any)")
-    add(
-        "--output-dir",
-        type=Path,
-        default=results.DEFAULT_FOLDER / LAB,
-        metavar="FOLDER",
-        help=f"default: results/{LAB} of this checkout",
-    )
+    shared.add_output_dir(add, LAB)
     add("--candidate", action="store_true", help=argparse.SUPPRESS)  # of measure.py
     arguments = parse(parser, argv)
     return errors.exit_status(lambda: _measure_all(arguments), interrupted="interrupted")

@@ -29,16 +29,16 @@ if __name__ == "__main__":
 
 import torch
 
+from labs import shared
 from labs.scale_out import audit, collectives, loop, proof, request, scaling, strategies
 from workshop import errors, labs, records, results, versions
 from workshop.arguments import count, parse
-from workshop.compare import lab_table, tables
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.gate.parity import Setting
 from workshop.judge import studies
 from workshop.labs import LabRun
 from workshop.request import execution, schedule
-from workshop.run import hardware, interpreter, lab_record, presets, timing
+from workshop.run import hardware, interpreter, lab_record, presets
 from workshop.run.data import Source
 from workshop.run.precision import get_precision
 
@@ -99,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
         "interrupted.",
     )
     add = parser.add_argument
+    number = functools.partial(add, type=count, metavar="N")
     add(
         "--config",
         nargs="+",
@@ -114,31 +115,15 @@ def build_parser() -> argparse.ArgumentParser:
         "v4:fsdp:graph that of one and of several "
         f"(default: {' '.join(TRAININGS['cuda'])}, CPU {' '.join(TRAININGS['cpu'])})",
     )
-    add(
+    number(
         "--processes",
         nargs="+",
-        type=count,
-        metavar="N",
         help="numbers of processes; 1 is always measured (default: 1 2 4 ... up to the GPUs of "
         "this machine, CPU 1 2)",
     )
     add("--scaling", nargs="+", choices=SCALINGS, default=SCALINGS, help="default: both")
-    add(
-        "--batch-size",
-        type=count,
-        metavar="N",
-        help="sequences of one process alone (default: the preset's)",
-    )
-    add("--repeats", type=count, default=3, metavar="N", help="runs of each case (default 3)")
-    add(
-        "--jobs",
-        type=count,
-        default=1,
-        metavar="N",
-        help="groups that start at the same time, and must fit together into the GPUs' memory; "
-        "gates, compilers and warm-ups run one group after the other, and each is timed alone "
-        "(default 1)",
-    )
+    number("--batch-size", help="sequences of one process alone (default: the preset's)")
+    shared.add_repeats(add)
     add(
         "--collectives",
         action=argparse.BooleanOptionalAction,
@@ -146,13 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="measure their bandwidth (default: yes)",
     )
     add("--device", default="auto", help="auto, cpu or cuda (default auto: GPU if any)")
-    add(
-        "--output-dir",
-        type=Path,
-        default=results.DEFAULT_FOLDER / request.LAB,
-        metavar="FOLDER",
-        help=f"default: results/{request.LAB} of this checkout",
-    )
+    shared.add_output_dir(add, request.LAB)
     add(
         "--session",
         metavar="NAME",
@@ -196,24 +175,16 @@ def measure(arguments: argparse.Namespace) -> int:
     stored = records.path_in(folder, session)
     if arguments.session and not stored.exists():
         raise WorkshopError(f"--session {session}: there is no {stored}")
-    interrupted = False
     with tempfile.TemporaryDirectory() as scratch:
         source = Source(asked.data, asked.text_file)
         study = Study(device, session, folder, Path(scratch), arguments.flags, asked, source)
-        try:
-            print(f"cases: {len(todo)}, runs of each: {arguments.repeats}", flush=True)
-            for run in _runs(arguments, study, todo):
-                print(f"{run.subject}, {run.variant}: {_outcome(run)}", flush=True)
-        except KeyboardInterrupt:
-            interrupted = True
-    runs = records.load_runs(stored, LabRun)
-    if interrupted and not runs:
-        raise KeyboardInterrupt
-    status = show(runs, folder)
-    if interrupted:
-        print("interrupted: the tables hold what was completed", file=sys.stderr)
-        return errors.INTERRUPTED
-    return status
+        print(f"cases: {len(todo)}, runs of each: {arguments.repeats}", flush=True)
+        measured = _runs(arguments, study, todo)
+        _, interrupted = shared.told(measured, lambda run: shared.ms_and_gate(run, "a step"))
+    runs = records.load_runs(stored, LabRun)  # with those of earlier commands
+    rows = [row for group in labs.newest(runs) for row in group]
+    shared.show(scaling.tables_of(rows), rows, folder / "scaling.md")
+    return shared.status_of(rows, interrupted)
 
 
 def _parse_flags(flags: Sequence[str]) -> argparse.Namespace:
@@ -285,15 +256,14 @@ def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iter
         if reason := missing(case.training, study.device):
             left.remove(case)
             yield _plan(study, case, 0).skipped(reason)
-    for repeat in range(arguments.repeats):
-        if arguments.collectives:
-            yield from studies.in_turns([_plan_collectives(study, n) for n in sizes], 1)
-        ordered = left[:: 1 - 2 * (repeat % 2)]
-        plans = [_plan(study, case, repeat, alone[_of(case)]) for case in ordered]
-        for case, run in zip(ordered, studies.in_turns(plans, arguments.jobs), strict=True):
-            if run.status != "complete":
-                left.remove(case)
-            yield run
+    if arguments.collectives:
+        plans = [_plan_collectives(study, n) for _ in range(arguments.repeats) for n in sizes]
+        yield from studies.in_turns(plans, 1)
+
+    def plan(case: Case, repeat: int) -> studies.Plan:
+        return _plan(study, case, repeat, alone[_of(case)])
+
+    yield from shared.alternating(left, arguments.repeats, plan, arguments.jobs)
 
 
 def _of(case: Case) -> tuple[str, Training]:
@@ -403,25 +373,6 @@ def _plan_collectives(study: Study, size: int) -> studies.Plan:
     command = [collectives.__file__, "--device", study.device.type]
     planned = collectives.new_records(study.device, study.session, size, (), command)
     return studies.Plan([*launcher(size), *command], planned, study.folder)
-
-
-def _outcome(run: LabRun) -> str:
-    if run.status != "complete":
-        return run.failure
-    return f"{timing.median(run.step_ms):.2f} ms; verdict {run.gate.status}"
-
-
-def show(runs: Sequence[LabRun], folder: Path) -> int:
-    """Prints and writes the tables of a session; returns the exit status."""
-    rows = [row for group in labs.newest(runs) for row in group]
-    shown = scaling.tables_of(rows)
-    tables.print_tables(shown)
-    results.write_text(folder / "scaling.md", tables.markdown(shown))
-    print(f"Written: {folder / 'scaling.md'}")
-    print(f"Result file: {records.path_in(folder, runs[0].session)}")
-    for alarm in lab_table.alarms(rows):
-        print(alarm, file=sys.stderr)
-    return errors.ANSWER_IS_NO if any(row.failed for row in rows) else errors.DONE
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from labs import shared
 from labs.scale_out import group as groups
 from labs.scale_out import strategies
 from labs.scale_out.group import Group
@@ -77,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_training(add: Add) -> None:
+    number = partial(add, type=count, metavar="N")
     usual = request.USUAL
     add(
         "--version",
@@ -91,26 +94,16 @@ def _add_training(add: Add) -> None:
         help=f"{', '.join(presets.PRESETS)}: model, batch size and sequence length (default: tiny "
         "without a GPU, else small)",
     )
-    add(
+    number(
         "--num-layers",
-        type=count,
-        metavar="N",
         help="of the model (default: the preset's); the gate needs more memory than the training",
     )
-    add(
-        "--batch-size",
-        type=count,
-        metavar="N",
-        help="sequences a step, of all processes together (default: the preset's)",
+    number(
+        "--batch-size", help="sequences a step, of all processes together (default: the preset's)"
     )
-    add("--seq-len", type=count, metavar="N", help="tokens of a sequence (default: the preset's)")
-    add("--num-steps", type=count, metavar="N", help=f"timed steps (default {usual.timed})")
-    add(
-        "--warmup-steps",
-        type=count,
-        metavar="N",
-        help=f"trained before the clock starts (default {usual.warmup})",
-    )
+    number("--seq-len", help="tokens of a sequence (default: the preset's)")
+    number("--num-steps", help=f"timed steps (default {usual.timed})")
+    number("--warmup-steps", help=f"trained before the clock starts (default {usual.warmup})")
     add("--learning-rate", type=float, default=3e-4, metavar="X", help="AdamW's (default 0.0003)")
     add("--seed", type=int, default=42, help="of weights and batches (default 42)")
     add("--precision", default="auto", help="fp32, tf32, bf16 or auto (default auto: bf16 on a "
@@ -168,16 +161,15 @@ def _add_processes(add: Add) -> None:
 
 
 def _add_files(add: Add) -> None:
+    folder = partial(add, type=Path, metavar="FOLDER")
     add(
         "--save-every",
         type=count,
         metavar="N",
         help="save a checkpoint every N steps, and after the last (default: none)",
     )
-    add(
+    folder(
         "--checkpoints",
-        type=Path,
-        metavar="FOLDER",
         help="of the checkpoints, on storage that all machines see (default: "
         "results/scale_out/checkpoints of this checkout)",
     )
@@ -187,13 +179,7 @@ def _add_files(add: Add) -> None:
         help="continue from the newest complete checkpoint there, with any number of processes "
         "and any strategy; after a restart by torchrun or Slurm this happens without the flag",
     )
-    add(
-        "--output-dir",
-        type=Path,
-        default=results.DEFAULT_FOLDER / LAB,
-        metavar="FOLDER",
-        help="for the result file (default: results/scale_out of this checkout)",
-    )
+    shared.add_output_dir(add, LAB)
     add(
         "--trace",
         type=Path,
