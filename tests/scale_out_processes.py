@@ -41,6 +41,7 @@ from workshop.gate import canonical, parity
 from workshop.judge import turn
 
 PER_PROCESS = 2  # sequences
+SIZES = collectives.SIZES
 ROOM = 0.8  # of what is allowed, the most that a true training may reach
 _zero_backward = Zero.backward
 _plain = {name: getattr(Strategy, name) for name in ("backward", "passes", "prepare", "update")}
@@ -425,7 +426,7 @@ def train_until_killed(words: list[str], log: str) -> int:
 
 
 def send_wrong(words: list[str], wrong: str) -> int:
-    """Measures the collectives, one of which leaves out what rank 1 should get."""
+    """Measures the collectives with a message each, of which one leaves out what rank 1 gets."""
 
     def leave_out(receive: Tensor, send: Tensor) -> None:
         right(receive, send)
@@ -434,7 +435,7 @@ def send_wrong(words: list[str], wrong: str) -> int:
 
     right = collectives.OPERATIONS.get(wrong, collectives.OPERATIONS["all-reduce"])
     faults = {wrong: leave_out} if wrong else {}
-    with mock.patch.dict(collectives.OPERATIONS, faults):
+    with mock.patch.dict(collectives.OPERATIONS, faults), mock.patch.dict(SIZES, cpu=[4096]):
         return collectives.main(words)
 
 

@@ -416,7 +416,7 @@ REACHES = [
     ),
     (
         BENCHMARK,
-        f"--network resnet18 --amp-opt-level 4 --seed 5 --batch-size 6 --mode training {OUT}",
+        f"--network resnet18 --precision bf16 --seed 5 --batch-size 6 --mode training {OUT}",
         (measure, "make_bench"),
         lambda setting, variant, _, training: (
             (setting.seed, setting.batch_size, variant, training)

@@ -638,7 +638,6 @@ def test_compile_context(text: str, context: dict[str, Any]) -> None:
         ("--compile --compileContext {'options':{'a_b':1}}", "no option 'a_b'"),
         ("--compileContext {}", "goes with --compile"),
         ("--fp16 1 --precision bf16", "give one of them"),
-        ("--amp-opt-level 4 --precision fp32", "mean bf16 and fp32: give one of them"),
         ("--ladder --mode training", "are for --mode inference"),
         ("--ladder --channels-last", "variants of their own"),
         ("--network all --precision bf16", "--precision: leave it out"),
@@ -673,12 +672,6 @@ def test_wrong_input_is_one_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search(message, error)
     assert not list(tmp_path.rglob("*.json*"))
-
-
-def test_a_comparison_keeps_the_mixed_precision_that_is_given() -> None:
-    given = arguments("--amp-opt-level", "4", "--compare", "memory-format")
-    labels = [single.variant_of(arguments(*flags)).label for flags in studies.compared(given, CPU)]
-    assert labels == ["bf16 autocast", "bf16 autocast, channels-last"]
 
 
 def test_the_guides_lines_and_the_result_file(tmp_path: Path) -> None:

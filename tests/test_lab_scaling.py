@@ -112,7 +112,7 @@ def test_a_collective_with_a_wrong_result_has_no_bandwidth(
     processes: Processes,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    words = ["--device", "cpu", "--sizes", "4096", "--iterations", "2", "--output-dir", tmp_path]
+    words = ["--device", "cpu", "--iterations", "2", "--output-dir", tmp_path]
     ended = processes.run(2, *words, wrong_collective=wrong)
     assert ended.statuses == [bool(wrong)] * 2, ended.err
     runs = records.load_folder(tmp_path, LabRun)
@@ -128,22 +128,6 @@ def test_collectives_of_one_process_are_refused(
 ) -> None:
     assert collectives.main(["--device", "cpu", "--output-dir", str(tmp_path)]) == 2
     assert "collectives take several processes: torchrun" in one_line(capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [(2, "--sizes 2: give a multiple of 8"), (20, "--sizes 20: give a multiple of 8"), (2**20, "")],
-)
-def test_a_message_of_another_size_is_not_sent_in_its_place(
-    size: int,
-    message: str,
-    processes: Processes,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    words = ["--device", "cpu", "--sizes", size, "--iterations", "1", "--output-dir", tmp_path]
-    ended = processes.run(2, *words, wrong_collective="")
-    assert ended.statuses[0] == (errors.WRONG_USAGE if message else errors.DONE), ended.err
-    assert message in one_line(ended.err[0]) if message else ended.out[0].count("GB/s") == 3
 
 
 # --- tables --------------------------------------------------------------------------------------

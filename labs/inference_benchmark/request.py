@@ -78,14 +78,6 @@ def _add_speed(add: Add) -> None:
         help="of weights and images; in training of the operations (default fp32)",
     )
     add("--fp16", type=int, choices=(0, 1), default=0, help="1: as --precision fp16 (default 0)")
-    add(
-        "--amp-opt-level",
-        type=int,
-        choices=range(6),
-        default=0,
-        metavar="0-5",
-        help="mixed precision by torch.autocast, as APEX's levels: 1 to 3 fp16, 4 and 5 bf16",
-    )
     switch("--compile", help="compile with torch.compile")
     add(
         "--compileContext",
@@ -147,7 +139,6 @@ def _add_profilers(add: Add) -> None:
 
 def _add_studies(add: Add) -> None:
     switch = partial(add, action="store_true")
-    number = partial(add, type=count, metavar="N")
     add(
         "--compare",
         choices=COMPARISONS,
@@ -156,9 +147,6 @@ def _add_studies(add: Add) -> None:
     )
     switch("--ladder", help="from fp32 in eager mode to the fastest, one change at a time")
     switch("--find-max-batch", help="the largest batch that fits in memory")
-    number(
-        "--repeats", default=3, help="processes a variant, of --compare and --ladder (default 3)"
-    )
     shared.add_repeats(add)
     switch(
         "--resume",

@@ -27,9 +27,6 @@ from workshop.roofline.model import MAIN_MEMORY
 from workshop.run import hardware, lab_record, markers, timing, trainer
 from workshop.run.precision import PRECISIONS
 
-AMP = {1: "fp16", 2: "fp16", 3: "fp16", 4: "bf16", 5: "bf16"}
-"""APEX's levels of mixed precision, as torch.autocast does them; 4 and 5 are ROCm's."""
-
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures once, in this process or as one of a group; its exit status."""
@@ -58,14 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def variant_of(arguments: argparse.Namespace) -> Variant:
     """Raises WorkshopError for flags that contradict each other."""
-    level = arguments.amp_opt_level
-    given = {arguments.precision, "fp16" if arguments.fp16 else None, AMP.get(level)} - {None}
-    if len(given) > 1:
-        raise WorkshopError(
-            f"--precision, --fp16 and --amp-opt-level mean {' and '.join(sorted(given))}: "
-            "give one of them"
-        )
-    precision = given.pop() if given else "fp32"
+    if arguments.fp16 and arguments.precision not in (None, "fp16"):
+        raise WorkshopError(f"--fp16 1 and --precision {arguments.precision}: give one of them")
+    precision = "fp16" if arguments.fp16 else arguments.precision or "fp32"
     context = None
     if arguments.compile_context is not None and not arguments.compile:
         raise WorkshopError("--compileContext goes with --compile")
@@ -75,7 +67,7 @@ def variant_of(arguments: argparse.Namespace) -> Variant:
     return Variant(
         precision=precision,
         # Training keeps fp32 weights at every precision.
-        autocast=level > 0 or (training and precision in ("bf16", "fp16")),
+        autocast=training and precision in ("bf16", "fp16"),
         channels_last=arguments.channels_last,
         fold=arguments.fold_norms,
         fuse=arguments.fuse_relus,

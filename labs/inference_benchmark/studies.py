@@ -30,7 +30,7 @@ ALL = "all"
 Flags = tuple[str, ...]
 """The program's flags for one variant."""
 _OF_A_VARIANT = (
-    *("precision", "amp_opt_level", "compile", "channels_last", "fold_norms", "fuse_relus"),
+    *("precision", "compile", "channels_last", "fold_norms", "fuse_relus"),
     *("cuda_graph", "export"),
 )
 FREE_SHARE = 0.9
@@ -162,7 +162,6 @@ def _speed_flags(arguments: argparse.Namespace, without: str) -> tuple[str, ...]
     flags: list[str] = []
     if without != "precision":
         flags += ["--precision", single.variant_of(arguments).precision]
-        flags += ["--amp-opt-level", str(arguments.amp_opt_level)]
     if without != "memory-format" and arguments.channels_last:
         flags.append("--channels-last")
     if without != "compile" and arguments.compile:

@@ -8,7 +8,6 @@ which all-gather and reduce-scatter split. The result is checked before and afte
 """
 
 import argparse
-import functools
 import re
 import sys
 import warnings
@@ -44,8 +43,6 @@ SIZES = {
     "cpu": [2**power for power in range(14, 25, 2)],
 }
 """Bytes of the messages, by type of device."""
-LARGEST = 2**34
-"""Bytes of the largest message that --sizes takes."""
 WARM_UP = 5
 UNIT = "bus bytes"
 _PATTERN = 251
@@ -147,10 +144,9 @@ def new_records(
     device: torch.device,
     session: str,
     processes: int,
-    sizes: Iterable[int],
     command: Sequence[str] = (),
 ) -> list[LabRun]:
-    """The records of all collectives with messages of these bytes, before they are sent."""
+    """The records of all collectives with messages of SIZES, before they are sent."""
     return [
         lab_record.begin(
             device, "fp32", session, ("--output-dir",), command,
@@ -162,7 +158,7 @@ def new_records(
             metrics={"processes": processes, "collective": name, "message_bytes": size},
         )
         for name in OPERATIONS
-        for size in sizes or SIZES[device.type]
+        for size in SIZES[device.type]
     ]  # fmt: skip
 
 
@@ -186,13 +182,6 @@ def _main(argv: list[str] | None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--sizes",
-        nargs="+",
-        type=functools.partial(count, most=LARGEST),
-        metavar="BYTES",
-        help="of the whole message (default: 64 KiB to 1 GiB, on a CPU 16 KiB to 16 MiB)",
-    )
     add("--iterations", type=count, default=20, metavar="N", help="of each message (default 20)")
     add("--device", default="auto", help="auto, cpu or cuda (default auto: GPU if any)")
     shared.add_output_dir(add, LAB)
@@ -211,13 +200,12 @@ def _measure_all(arguments: argparse.Namespace) -> int:
             "collectives take several processes: torchrun --standalone --nproc-per-node 2 "
             "collectives.py"
         )
-    _check_sizes(arguments.sizes or (), group.size)
     status = errors.DONE
     with groups.member(group, device):
         turn = Turn(arguments.candidate and group.is_first)
         turn.wait()
         session = groups.of_first(results.new_session())
-        for record in new_records(device, session, group.size, arguments.sizes or ()):
+        for record in new_records(device, session, group.size):
             measure(record, device, group, arguments.iterations, turn)
             if record.status != "complete":
                 status = errors.ANSWER_IS_NO
@@ -229,17 +217,6 @@ def _measure_all(arguments: argparse.Namespace) -> int:
                 said = f"{rate:9.2f} GB/s" if record.status == "complete" else record.failure
                 print(f"{record.variant:<24} {said}", flush=True)
     return status
-
-
-def _check_sizes(sizes: Iterable[int], processes: int) -> None:
-    """Raises WorkshopError for a message that would be sent as a smaller one, or not at all."""
-    unit = 4 * processes
-    for size in sizes:
-        if size % unit:
-            raise errors.WorkshopError(
-                f"--sizes {size}: give a multiple of {unit}, four bytes for each of {processes} "
-                "processes"
-            )
 
 
 # --- tables -------------------------------------------------------------------------------------

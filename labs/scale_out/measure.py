@@ -371,7 +371,7 @@ def launcher(size: int) -> list[str]:
 
 def _plan_collectives(study: Study, size: int) -> studies.Plan:
     command = [collectives.__file__, "--device", study.device.type]
-    planned = collectives.new_records(study.device, study.session, size, (), command)
+    planned = collectives.new_records(study.device, study.session, size, command)
     return studies.Plan([*launcher(size), *command], planned, study.folder)
 
 
