@@ -1,18 +1,26 @@
-"""What the labs' programs share: flags, the repeats of a study, and how it ends."""
+"""What the labs' programs share: flags, torchvision's networks, the repeats of a study, its end."""
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from workshop import errors, records, results
 from workshop.arguments import count
 from workshop.compare import lab_table, tables
 from workshop.compare.tables import Table
+from workshop.errors import NotOnThisMachine
 from workshop.judge import studies
 from workshop.judge.studies import Plan
 from workshop.labs import LabRow, LabRun
 from workshop.run import timing
+from workshop.run.torchvision import make_importable
 
 Add = Callable[..., Any]
 T = TypeVar("T")
@@ -41,6 +49,34 @@ def add_repeats(add: Add) -> None:
         metavar="N",
         help="processes that prepare beside each other; each is timed alone (default 1)",
     )
+
+
+# --- networks ------------------------------------------------------------------------------------
+
+
+def import_torchvision() -> ModuleType:
+    """Raises NotOnThisMachine where torchvision is not installed."""
+    if not make_importable():
+        raise NotOnThisMachine(
+            "torchvision is missing: run `make setup`, or pip install the torchvision that "
+            f"belongs to PyTorch {torch.__version__}"
+        )
+    import torchvision.models
+
+    found: ModuleType = torchvision
+    return found
+
+
+def flops_per_image(model: nn.Module, size: int, *, training: bool = True) -> float:
+    """Operations of convolutions and matrix products of a square image, a multiplication and an
+    addition as two: forward, or also backward, which has no gradient of the image."""
+    shadow = copy.deepcopy(model).to("meta")  # shapes are enough
+    counter = FlopCounterMode(display=False)
+    with counter:
+        output: Tensor = shadow(torch.empty(1, 3, size, size, device="meta"))
+        if training:
+            output.sum().backward()
+    return float(counter.get_total_flops())
 
 
 # --- the repeats ---------------------------------------------------------------------------------

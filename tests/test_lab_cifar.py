@@ -18,6 +18,7 @@ import torch
 from stored_runs import the_run
 from torch import Tensor, nn
 
+from labs import shared
 from labs.cifar10_roofline import (
     checkpoints,
     data,
@@ -88,7 +89,7 @@ def batch_file(seed: int, **other: Any) -> dict[str, Any]:
 
 def write_cifar(folder: Path) -> Path:
     """Six files of CIFAR-10's format, as Python 2 wrote them, and the classes' names."""
-    networks.require_torchvision()
+    shared.import_torchvision()
     from torchvision.datasets import CIFAR10
 
     unpacked = folder / CIFAR10.base_folder
@@ -103,7 +104,7 @@ def write_cifar(folder: Path) -> Path:
 @pytest.fixture(autouse=True)
 def any_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' files pass for CIFAR-10's."""
-    networks.require_torchvision()
+    shared.import_torchvision()
     monkeypatch.setattr(
         "torchvision.datasets.cifar.check_integrity", lambda path, md5: Path(path).is_file()
     )
@@ -135,11 +136,11 @@ def train(
 def test_the_networks_are_those_for_small_images() -> None:
     model = networks.build("resnet18")
     assert sum(weight.numel() for weight in model.parameters()) == 11_173_962
-    macs = networks.flops_per_image(model, training=False) / 2
+    macs = shared.flops_per_image(model, 32, training=False) / 2
     assert macs == pytest.approx(0.5555e9, rel=0.01)
-    forward = networks.flops_per_image(model, training=False)
+    forward = shared.flops_per_image(model, 32, training=False)
     first = 2 * 3 * 9 * 64 * 32 * 32  # whose gradient for the image is not computed
-    assert networks.flops_per_image(model) == 3 * forward - first
+    assert shared.flops_per_image(model, 32) == 3 * forward - first
     assert model.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
 
 
@@ -494,8 +495,9 @@ KILLED = """
 import os, signal, sys, torch
 sys.path.insert(0, sys.argv[1])
 from test_lab_cifar import Small
+from labs import shared
 from labs.cifar10_roofline import networks, train
-networks.require_torchvision()
+shared.import_torchvision()
 from torchvision.datasets import cifar
 cifar.check_integrity = lambda path, md5: True
 networks.build = lambda name: Small()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labs.cifar10_roofline.networks import require_torchvision
+from labs import shared
 from workshop import errors
 from workshop.errors import NotOnThisMachine
 
@@ -54,7 +54,7 @@ def load(name: str, folder: Path) -> Dataset:
     """
     if name == "digits":
         return digits()
-    require_torchvision()
+    shared.import_torchvision()
     try:
         return cifar10(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError is the checksum's

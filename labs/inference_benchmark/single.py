@@ -230,7 +230,7 @@ def _measure(
     record.ceiling_tflops = hardware.measure_matmul_tflops(setting.device, dtype)
     record.losses = results.finite(measured.losses)
     show.iterations(say, measured)
-    if not groups.all_pass(group, record.gate.status != "fail"):
+    if not all(groups.of_all(group, record.gate.status != "fail")):
         record.status = "gate failed"
         if record.gate.status == "pass":  # another process's is not
             record.gate.status = "fail"
@@ -282,8 +282,8 @@ def _finish(
     """Fills in what follows from the times: those of the whole group, percentiles, break-even,
     physics."""
     record = bench.run
-    by_rank = groups.slowest(group, measured.step_ms)
-    record.step_ms = [max(times) for times in zip(*by_rank, strict=False)]
+    by_rank = groups.of_all(group, measured.step_ms)
+    record.step_ms = [max(times) for times in zip(*by_rank, strict=False)]  # of the slowest
     record.flops_per_step = (
         (record.flops_per_step or 0.0) / bench.setting.batch_size * record.units_per_step
     )
