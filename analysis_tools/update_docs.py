@@ -160,7 +160,7 @@ def render(collection: Collection) -> dict[Path, str]:
     parts |= lab_documents.parts(lab_runs, techniques)
     parts |= training_documents.parts(lab_runs) | pipeline_documents.parts(lab_runs)
     parts |= text_documents.parts(lab_runs)
-    parts |= scaling_documents.parts(lab_runs, REFERENCE)
+    parts |= scaling_documents.parts(lab_runs)
     return documents | {path: with_parts(path, its) for path, its in parts.items()}
 
 

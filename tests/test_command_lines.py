@@ -118,7 +118,6 @@ ANYTHING = {
     (BENCHMARK, "--dist-url"),
     (f"{ROOFLINE_LAB}parse_ncu_csv.py", "--label"),  # any text
     (PLOT, "--label"),
-    ("labs/inference_benchmark/results_sheet.py", "--name"),
 }
 """Flags of which only the empty value is known to be wrong."""
 PROMPTS = {
@@ -465,7 +464,7 @@ REACHES = [
     ),
     (
         BENCHMARK,
-        f"--network resnet18 --amp-opt-level 4 --seed 5 --batch-size 6 --mode training {OUT}",
+        f"--network resnet18 --precision bf16 --seed 5 --batch-size 6 --mode training {OUT}",
         (measure, "make_bench"),
         lambda setting, variant, _, training: (
             (setting.seed, setting.batch_size, variant, training)

@@ -2,13 +2,11 @@
 
 import copy
 import dataclasses
-import io
 import os
 import pickle
 import signal
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import torch
 from stored_runs import the_run
 from torch import Tensor, nn
 
+from labs import shared
 from labs.cifar10_roofline import (
     checkpoints,
     data,
@@ -32,7 +31,6 @@ from labs.cifar10_roofline.batches import Batches, Plan, crop
 from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
 from labs.cifar10_roofline.train import main
 from workshop import labs, records
-from workshop.errors import WorkshopError
 from workshop.labs import LabRun
 from workshop.versions import ROOT
 
@@ -90,19 +88,26 @@ def batch_file(seed: int, **other: Any) -> dict[str, Any]:
 
 
 def write_cifar(folder: Path) -> Path:
-    """Six files of CIFAR-10's format, as Python 2 wrote them."""
-    unpacked = folder / data.UNPACKED
+    """Six files of CIFAR-10's format, as Python 2 wrote them, and the classes' names."""
+    shared.import_torchvision()
+    from torchvision.datasets import CIFAR10
+
+    unpacked = folder / CIFAR10.base_folder
     unpacked.mkdir(parents=True)
-    for seed, name in enumerate((*data.TRAIN_FILES, *data.TEST_FILES)):
+    for seed, (name, _) in enumerate((*CIFAR10.train_list, *CIFAR10.test_list)):
         (unpacked / name).write_bytes(pickle.dumps(batch_file(seed), protocol=2))
+    meta = {CIFAR10.meta["key"]: list("0123456789")}
+    (unpacked / CIFAR10.meta["filename"]).write_bytes(pickle.dumps(meta))
     return folder
 
 
-def write_archive(folder: Path) -> Path:
-    write_cifar(folder / "source")
-    with tarfile.open(folder / data.ARCHIVE, "w:gz") as archive:
-        archive.add(folder / "source" / data.UNPACKED, data.UNPACKED)
-    return folder
+@pytest.fixture(autouse=True)
+def any_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' files pass for CIFAR-10's."""
+    shared.import_torchvision()
+    monkeypatch.setattr(
+        "torchvision.datasets.cifar.check_integrity", lambda path, md5: Path(path).is_file()
+    )
 
 
 @pytest.fixture
@@ -131,98 +136,23 @@ def train(
 def test_the_networks_are_those_for_small_images() -> None:
     model = networks.build("resnet18")
     assert sum(weight.numel() for weight in model.parameters()) == 11_173_962
-    macs = networks.flops_per_image(model, training=False) / 2
+    macs = shared.flops_per_image(model, 32, training=False) / 2
     assert macs == pytest.approx(0.5555e9, rel=0.01)
-    forward = networks.flops_per_image(model, training=False)
+    forward = shared.flops_per_image(model, 32, training=False)
     first = 2 * 3 * 9 * 64 * 32 * 32  # whose gradient for the image is not computed
-    assert networks.flops_per_image(model) == 3 * forward - first
+    assert shared.flops_per_image(model, 32) == 3 * forward - first
     assert model.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
 
 
 # --- images --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("write", [write_cifar, write_archive])
-def test_cifars_files_are_read(write: Callable[[Path], Path], tmp_path: Path) -> None:
-    found = data.cifar10(write(tmp_path))
+def test_cifars_files_are_read(tmp_path: Path) -> None:
+    found = data.cifar10(write_cifar(tmp_path))
     assert found.train.images.shape == (50, 3, 32, 32) and found.test.images.dtype == torch.uint8
     expected = batch_file(1)
     assert found.train.labels[10:20].tolist() == expected["labels"]
     assert np.array_equal(found.train.images[10].numpy().ravel(), expected["data"][0])
-
-
-class Malicious:
-    """A pickle that runs a program."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        pickle.dumps(batch_file(0))[:-2000],
-        b"",
-        pickle.dumps([1, 2]),
-        pickle.dumps(batch_file(0, labels=[11] * IMAGES)),
-        pickle.dumps(batch_file(0, labels=[1])),
-        pickle.dumps(batch_file(0, data=np.zeros((IMAGES, 3072)))),
-        pickle.dumps(batch_file(0, data=np.zeros((IMAGES, 12), np.uint8))),
-    ],
-    ids=["truncated", "empty", "a list", "label 11", "one label", "floats", "small images"],
-)
-def test_a_file_that_is_no_batch_is_refused(content: bytes) -> None:
-    with pytest.raises(WorkshopError, match="here: no batch of CIFAR-10"):
-        data.parse_batch(content, "here")
-
-
-def test_a_pickle_that_would_run_a_program_does_not(tmp_path: Path) -> None:
-    ran = tmp_path / "ran"
-    with pytest.raises(WorkshopError, match=r"asks for posix\.mkdir"):
-        data.parse_batch(pickle.dumps(batch_file(0, more=Malicious(ran))), "here")
-    assert not ran.exists()
-
-
-def link_instead(archive: tarfile.TarFile) -> None:
-    member = tarfile.TarInfo(f"{data.UNPACKED}/data_batch_1")
-    member.type, member.linkname = tarfile.SYMTYPE, "/etc/hostname"
-    archive.addfile(member)
-
-
-def too_large(archive: tarfile.TarFile) -> None:
-    member = tarfile.TarInfo(f"{data.UNPACKED}/data_batch_1")
-    member.size = data.MOST_BYTES + 1
-    archive.addfile(member, io.BytesIO(bytes(member.size)))
-
-
-@pytest.mark.parametrize(
-    ("members", "said"),
-    [(link_instead, "is no batch"), (too_large, "is no batch"), (lambda archive: None, "missing")],
-)
-def test_an_archive_with_other_members_is_refused(
-    members: Callable[[tarfile.TarFile], None], said: str, tmp_path: Path
-) -> None:
-    with tarfile.open(tmp_path / data.ARCHIVE, "w:gz") as archive:
-        members(archive)
-    with pytest.raises(WorkshopError, match=said):
-        data.cifar10(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda b: b[: len(b) // 2], lambda b: b"no archive", bytes.upper]
-)
-def test_a_damaged_archive_is_one_line(
-    damage: Callable[[bytes], bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    archive = write_archive(tmp_path) / data.ARCHIVE
-    archive.write_bytes(damage(archive.read_bytes()))
-    folders = ["--out-dir", str(tmp_path / "out"), "--output-dir", str(tmp_path / "results")]
-    assert main(["--data", str(tmp_path), "--device", "cpu", *folders]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and str(archive) in said
 
 
 def test_digits_have_cifars_layout_and_a_fixed_split() -> None:
@@ -238,41 +168,33 @@ def test_digits_have_cifars_layout_and_a_fixed_split() -> None:
 DIGITS = [3, 2, 4, 3, 2, 1, 1, 0]
 
 
+@pytest.mark.parametrize("problem", [URLError("no network"), None])
 def test_digits_stand_in_loudly(
+    problem: Exception | None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     train: Callable[..., tuple[int, str]],
 ) -> None:
+    """Where CIFAR-10 can't be downloaded, or what lies in the folder has other checksums."""
     other = data.cifar10(tmp_path / "data")
     values = other.train.images / 255
     mean, std = (float(values.mean()),) * 3, (float(values.std()),) * 3
     stand_in = data.Dataset("digits", other.train, other.test, mean, std, False)
     monkeypatch.setattr(data, "digits", lambda: stand_in)
-    monkeypatch.setattr(data, "_download", lambda folder: "no network")
-    status, printed = train("--data", tmp_path / "nothing", "--epochs", "2")
+
+    def download(*_: object, md5: str, **__: object) -> None:
+        assert md5 == "c58f30108f718f92721af3b95e74349a"
+        if problem:
+            raise problem
+
+    monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", download)
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5: False)
+    status, printed = train("--epochs", "2")
     assert status == 0, printed
-    assert "WARNING" in printed and "no network" in printed and "DIGITS" in printed
+    said = "no network" if problem else "not found or corrupted"
+    assert "WARNING" in printed and said in printed and "DIGITS" in printed
     options = the_run(tmp_path / "results").options
     assert (options["dataset"], options["asked_for_dataset"]) == ("digits", "cifar10")
-
-
-@pytest.mark.parametrize(
-    "problem", [URLError("no name"), RuntimeError("File not found or corrupt")]
-)
-def test_a_download_that_fails_leaves_nothing(
-    problem: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    networks.build("resnet18")  # torchvision is imported
-    from torchvision.datasets import utils
-
-    def download(url: str, folder: str, name: str, md5: str) -> None:
-        assert md5 == "c58f30108f718f92721af3b95e74349a"
-        Path(folder, name).write_bytes(b"half")
-        raise problem
-
-    monkeypatch.setattr(utils, "download_url", download)
-    assert data._download(tmp_path / "new") == str(problem)
-    assert not list((tmp_path / "new").iterdir())
 
 
 # --- batches -------------------------------------------------------------------------------------
@@ -573,7 +495,11 @@ KILLED = """
 import os, signal, sys, torch
 sys.path.insert(0, sys.argv[1])
 from test_lab_cifar import Small
+from labs import shared
 from labs.cifar10_roofline import networks, train
+shared.import_torchvision()
+from torchvision.datasets import cifar
+cifar.check_integrity = lambda path, md5: True
 networks.build = lambda name: Small()
 true_save, saves = torch.save, []
 def save(content, path):
@@ -606,6 +532,16 @@ def test_a_training_killed_while_it_saves_goes_on(
     status, printed = train("--resume", newest, out="killed")
     assert status == 0, printed
     assert same(weights(tmp_path / "out"), weights(tmp_path / "killed"))
+
+
+class Malicious:
+    """A pickle that runs a program."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
 
 
 def test_other_checkpoints_are_one_line(

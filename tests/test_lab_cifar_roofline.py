@@ -4,13 +4,6 @@ collected is said, and the figures in words are those in the picture."""
 import csv
 import io
 import itertools
-import json
-import os
-import re
-import shutil
-import subprocess
-import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -205,13 +198,6 @@ def test_the_guide_s_figures(
     assert "93.9 of 300 GB/s" in printed and f"Written: {out}" in printed
 
 
-def test_right_of_the_ridge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*GUIDE[:1], "1000", *GUIDE[2:], "--out", tmp_path / "a.png"]
-    _, printed, _ = plotted(capsys, *words)
-    assert "1,000 lies right of it, where compute is the lower roof" in printed
-    assert "the roof there: 30 TFLOP/s; 1.47 TFLOP/s is 5% of it" in printed
-
-
 def test_every_kernel_at_every_level(
     caches: Path, tmp_path: Path, drawn: list[Roofline], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,7 +330,6 @@ def test_the_scripts_are_the_versions_own() -> None:
     links = {path.name: path for path in FOLDER.glob("run_*")}
     assert links.keys() == {f"run_{tool}.sh" for tool in TOOLS}
     assert all(path.resolve() == runners / name for name, path in links.items())
-    assert (FOLDER / "roofline/plot-roofline.py").resolve() == Path(plot_roofline.__file__)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -429,79 +414,3 @@ def test_a_kernel_is_named_as_the_table_the_picture_or_the_source_has_it(tmp_pat
     for answer in ("engines_prec...piled::nchwToNhwcKernel", "nchwToNhwcKernel"):
         answers = with_answers(FIRST, tmp_path, longest=answer, first=answer)
         assert not red(checked(FIRST, answers=answers))
-
-
-# --- the profiled step on a GPU ------------------------------------------------------------------
-
-PROGRAM = """
-import json, sys
-from pathlib import Path
-
-import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
-
-from labs.cifar10_roofline import loop
-from labs.cifar10_roofline.train import main
-
-set_arithmetic = loop.set_arithmetic
-
-
-def without_a_search(name):  # its winner may be another one in each process
-    set_arithmetic(name)
-    torch.backends.cudnn.benchmark = False
-
-
-loop.set_arithmetic = without_a_search
-names, flags = sys.argv[1], sys.argv[2:]
-if names:
-    profiler = profile(activities=[ProfilerActivity.CUDA])
-    torch.cuda.profiler.start, torch.cuda.profiler.stop = profiler.start, profiler.stop
-status = main(flags)
-if names:
-    kernels = [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]
-    Path(names).write_text(json.dumps([n for n in kernels if not n.startswith("Mem")]))
-sys.exit(status)
-"""
-
-
-def function_name(kernel: str) -> str:
-    """Of a kernel, without namespaces, template and arguments, which tools write differently. A
-    name that is too long for torch.profiler's demangler stays mangled."""
-    if kernel.startswith("_ZN"):
-        rest = kernel.removeprefix("_ZN")
-        while length := re.match(r"\d+", rest):
-            name, rest = (
-                rest[length.end() :][: int(length[0])],
-                rest[length.end() + int(length[0]) :],
-            )
-        return name
-    for unnamed in ("<unnamed>", "(anonymous namespace)"):
-        kernel = kernel.replace(unnamed, "")
-    return re.split(r"[<(]", kernel.removeprefix("void "))[0].split("::")[-1]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(shutil.which("ncu") is None, reason="needs ncu")
-def test_ncu_collects_the_kernels_that_torch_profiler_sees(tmp_path: Path) -> None:
-    report, names = tmp_path / "step.ncu-rep", tmp_path / "names.json"
-    flags = ["--profile-one-step", "--warmup-iters", "3", "--batch-size", "64", "--amp"]
-    flags += ["--dataset", "digits", "--out-dir", str(tmp_path), "--output-dir", str(tmp_path)]
-    collect = ["ncu", "--profile-from-start", "off", "--metrics", TIME, "--export", str(report)]
-    program = [sys.executable, "-c", PROGRAM]
-
-    def run(*command: str) -> str:
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    run(*program, str(names), *flags)
-    run(*collect, *program, "", *flags)
-    page = tmp_path / "step.csv"
-    page.write_text(run("ncu", "--import", str(report), "--csv", "--page", "raw"))
-    seen = Counter(map(function_name, json.loads(names.read_text())))
-    collected: Counter[str] = Counter()
-    for kernel in ncu.read_counts(page).kernels:
-        collected[function_name(kernel.name)] += kernel.calls
-    assert sum(seen.values()) > 100 and collected == seen

@@ -98,13 +98,12 @@ def test_a_study_alternates_processes_and_writes_its_table(tmp_path: Path) -> No
          "--repeats", "2", "--device", "cpu", "--output-dir", str(tmp_path)],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    order = re.findall(r"^(.*), run \d of 2: .* gate pass$", done.stdout, re.MULTILINE)
+    order = re.findall(r"inference, compare memory-format, (.*): .* gate pass$", done.stdout, re.M)
     assert order == [*variants, *variants[::-1]]
     (table,) = tmp_path.glob("compare_memory_format_resnet18*.json")
     rows = json.loads(table.read_text())["rows"]
     assert [row["variant"] for row in rows] == variants
     assert rows[1]["speedup_ci"] and rows[0]["speedup"] is None
-    assert table.with_suffix(".png").stat().st_size > 5000
     assert all(variant in table.with_suffix(".md").read_text() for variant in variants)
 
 

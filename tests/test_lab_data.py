@@ -1,7 +1,6 @@
 """The data lab's images: the program that writes and packs them, and the formats that read them."""
 
 import importlib.util
-import inspect
 import io
 import json
 import multiprocessing
@@ -140,18 +139,6 @@ def test_workers_that_are_spawned_read_them_too(made: Path) -> None:
 def test_a_forked_process_forgets_what_is_open(kind: type[Images], made: Path) -> None:
     kind(made)[0]
     assert forked(lambda: len(formats._open)) == 0
-
-
-def test_a_format_is_short() -> None:
-    lengths = {key: len(inspect.getsource(kind).splitlines()) for key, kind in FORMATS.items()}
-    assert max(lengths.values()) < 40, lengths
-
-
-def test_webdatasets_own_loader_reads_the_tar(made: Path) -> None:
-    webdataset = pytest.importorskip("webdataset")
-    samples = webdataset.WebDataset(str(made / "images.tar"), shardshuffle=False)
-    found = [(pixels(io.BytesIO(sample["png"])), int(sample["cls"])) for sample in samples]
-    assert same(found, expected(made))
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA"])

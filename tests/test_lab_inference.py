@@ -17,13 +17,13 @@ import torch
 from stored_runs import the_run
 from torch import Tensor, nn
 
+from labs import shared
 from labs.inference_benchmark import (
     batches,
     counts,
     measure,
     modes,
     networks,
-    own_runs,
     proof,
     request,
     rewriting,
@@ -33,11 +33,10 @@ from labs.inference_benchmark import (
 )
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.modes import Setting, Variant
-from workshop import labs, results
+from workshop import results
 from workshop.errors import WorkshopError
 from workshop.judge.pipe import Message
 from workshop.judge.turn import Shown, Turn
-from workshop.labs import LabRun
 from workshop.run import markers, memory
 from workshop.versions import ROOT
 
@@ -311,7 +310,7 @@ def test_fused_operators_compute_the_same(name: str, fused: int) -> None:
 
 def test_attention_that_copies_nothing_computes_the_same() -> None:
     torch.manual_seed(0)
-    make = networks.import_torchvision().models.VisionTransformer
+    make = shared.import_torchvision().models.VisionTransformer
     model = make(32, 8, num_layers=2, num_heads=4, hidden_dim=48, mlp_dim=64)
     with torch.no_grad():
         for parameter in model.parameters():  # fresh biases are zeros
@@ -545,7 +544,7 @@ def test_on_a_gpu_the_proof_s_network_is_not_in_the_peak() -> None:
 
 def test_all_names_are_known() -> None:
     assert len(set(networks.NAMES)) == 74
-    models = networks.import_torchvision().models
+    models = shared.import_torchvision().models
     known = {*models.list_models(module=models), *models.list_models(module=models.segmentation)}
     for name in networks.NAMES:
         assert name in networks.ELSEWHERE or networks.ALIASES.get(name, name) in known
@@ -638,7 +637,6 @@ def test_compile_context(text: str, context: dict[str, Any]) -> None:
         ("--compile --compileContext {'options':{'a_b':1}}", "no option 'a_b'"),
         ("--compileContext {}", "goes with --compile"),
         ("--fp16 1 --precision bf16", "give one of them"),
-        ("--amp-opt-level 4 --precision fp32", "mean bf16 and fp32: give one of them"),
         ("--ladder --mode training", "are for --mode inference"),
         ("--ladder --channels-last", "variants of their own"),
         ("--network all --precision bf16", "--precision: leave it out"),
@@ -673,12 +671,6 @@ def test_wrong_input_is_one_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search(message, error)
     assert not list(tmp_path.rglob("*.json*"))
-
-
-def test_a_comparison_keeps_the_mixed_precision_that_is_given() -> None:
-    given = arguments("--amp-opt-level", "4", "--compare", "memory-format")
-    labels = [single.variant_of(arguments(*flags)).label for flags in studies.compared(given, CPU)]
-    assert labels == ["bf16 autocast", "bf16 autocast, channels-last"]
 
 
 def test_the_guides_lines_and_the_result_file(tmp_path: Path) -> None:
@@ -763,17 +755,6 @@ def summary_of(run_changes: dict[str, Any], capsys: pytest.CaptureFixture[str], 
     return capsys.readouterr().out
 
 
-def test_p50_is_the_median_that_the_throughput_is_from(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    output = summary_of({"step_ms": [10.0, 20.0, 40.0, 40.0]}, capsys, 1)
-    assert "p50 30.000 ms, p90 40.000 ms" in output
-    assert "Throughput: 200.0 samples/sec" in output and "sample: 5,000.0" in output
-    run = bench(Variant()).run
-    run.step_ms = [10.0, 20.0, 40.0, 40.0]
-    assert own_runs.p50_ms(run) == 30.0
-
-
 @pytest.mark.parametrize(("processes", "words"), [
     (1, "150.0% (above 100%: the product was measured at a busier moment"),
     (2, "TFLOP/s: 75.0%\n"),
@@ -790,13 +771,6 @@ def test_shares_are_of_all_processes_and_more_than_all_is_explained(
     if processes > 1:
         assert "One process alone: 100.0" in output and "GPU" not in output
         assert "efficiency: 125.0% (above 100%: the one alone was measured" in output
-
-
-def test_a_proof_s_counts_are_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    one = bench(Variant(), training=True)
-    learn(one, 2, 1)
-    output = summary_of({"step_ms": [1.0], "gate": one.run.gate}, capsys, 1)
-    assert re.search(r"Gate: pass; .*: error .* allowed \(plain steps [\d, ]+ in fp32\)\n", output)
 
 
 @pytest.mark.parametrize("limit", (0, 1, 2, 7, 100, 1000, 4097, 2**17, 2**20))
@@ -819,14 +793,6 @@ def test_copies_share_nothing_with_the_proofs_network() -> None:
     modes.prepare(model, Variant("bf16", channels_last=True, fold=True))
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]) and value.dtype == before[name].dtype
-
-
-def test_an_implausible_rate_is_a_sentence() -> None:
-    record = single.new_run(arguments(), SMALL, Variant(), CPU)
-    assert isinstance(record, LabRun)
-    record.peak_tflops, record.flops_per_step, record.step_ms = 10.0, 1e12, [1.0]
-    assert "more than the data sheet's 10" in labs.implausible(record, 1)[0]
-    assert labs.implausible(record, 200) == []
 
 
 MODES = ("", " reduce-overhead", " max-autotune")

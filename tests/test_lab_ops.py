@@ -224,11 +224,6 @@ def test_bytes_and_operations(op, op_type, dim1, dim2, read, written, operations
     assert counted == tensor_ops.Amounts(read, written, operations)
 
 
-def test_half_the_bytes_at_half_the_size() -> None:
-    case = make_case("add", None, "4-5", None)
-    assert tensor_ops.count_amounts(case, torch.bfloat16) == tensor_ops.Amounts(80, 40, 20)
-
-
 # --- physics -------------------------------------------------------------------------------------
 
 
@@ -309,16 +304,6 @@ def test_files_hold_every_row(tmp_path: Path, capsys) -> None:
     kernels = profiles.load(Path(command)).kernels
     assert {kernel.name: kernel.calls for kernel in kernels}["aten::add_"] == 2
     assert len(list(tmp_path.iterdir())) == 4
-
-
-def test_a_table_is_narrow_and_a_second_run_says_what_it_replaces(tmp_path: Path, capsys) -> None:
-    words = ["--dtype", "bf16", "--append-dtype", "--input-dim", "16-16-128-128"]
-    for count in (0, 1):
-        run(tmp_path, "--op", "add_", *words)
-        shown = capsys.readouterr().out
-        table = shown[: shown.index("ceilings of")].splitlines()
-        assert max(map(len, table)) <= 120 and "add_(bf16)" in shown
-        assert shown.count("replace those of an earlier run") == count
 
 
 def test_torch_alone_is_enough(monkeypatch, tmp_path: Path, capsys) -> None:

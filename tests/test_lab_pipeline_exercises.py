@@ -6,7 +6,6 @@ import gzip
 import re
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,8 +117,8 @@ def test_workers_that_wait_for_storage_share_a_core(tmp_path: Path) -> None:
 def test_the_recorded_trace_shows_the_fault_and_nothing_of_its_machine() -> None:
     path = FOLDERS[TRACE] / loaded(TRACE).TRACE
     found, loop = loaded(TRACE).read(path), loaded(TRACE, "training_loop")
-    assert found.rounds == loop.BATCH and found.loading.batches == loop.RECORDED
-    assert found.waiting < loop.MOST_WAITING < 0.4 < found.between_ms / found.step_ms
+    assert found.rounds == loop.BATCH and found.loading.batches == 3
+    assert found.waiting < 0.1 and found.between_ms / found.step_ms > 0.4
     text = gzip.decompress(path.read_bytes()).decode()
     assert path.stat().st_size < 500_000
     assert not re.search(r"/(tmp|root|home|work|usr)/|\.py\b|host_?name", text, re.IGNORECASE)
@@ -138,44 +137,10 @@ def test_the_loop_without_its_fault_trains_the_same(images: TensorDataset) -> No
     slow, fixed = (
         training_loop.Loop(torch.device("cpu"), 16, fixed=fixed) for fixed in (False, True)
     )
+    assert training_loop.timed(fixed, training_loop.batches(images, 0), 2) > 0
+    slow, fixed = (
+        training_loop.Loop(torch.device("cpu"), 16, fixed=fixed) for fixed in (False, True)
+    )
     losses = [[loop.step(*batch) for _ in range(5)] for loop in (slow, fixed)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][-1] < losses[0][0]
-
-
-@pytest.mark.parametrize(
-    ("flags", "printed"),
-    [
-        ([], "2.00 ms a step"),
-        (["--fixed"], "1.00 ms a step"),
-        (["--record", "a.json.gz"], "Written: a.json.gz"),
-    ],
-)
-def test_the_loop_s_flags(
-    flags: list[str],
-    printed: str,
-    images: TensorDataset,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    training_loop = loaded(TRACE, "training_loop")
-    monkeypatch.setattr(training_loop, "Folder", lambda folder: images)
-    monkeypatch.setattr(training_loop, "Loop", lambda *_, fixed: 1.0 if fixed else 2.0)
-    monkeypatch.setattr(training_loop, "timed", lambda loop, *_: loop)
-    monkeypatch.setattr(training_loop, "record", lambda *_: None)
-    monkeypatch.setattr(training_loop.kineto, "read", lambda _: SimpleNamespace(loading=None))
-    assert training_loop.main(flags) == 0
-    assert printed in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("fixed", [False, True])
-def test_a_trace_of_the_loop_counts_what_is_done_again_and_again(
-    fixed: bool, images: TensorDataset, tmp_path: Path
-) -> None:
-    training_loop, path = loaded(TRACE, "training_loop"), tmp_path / "trace.json.gz"
-    loop = training_loop.Loop(torch.device("cpu"), 16, fixed=fixed)
-    source = training_loop.batches(images, 0)
-    training_loop.record(loop, source, path)
-    found = loaded(TRACE).read(path)
-    assert found.rounds == (1 if fixed else training_loop.BATCH) and found.loading.in_thread
-    assert training_loop.timed(loop, source, 2) > 0

@@ -1,13 +1,10 @@
-"""The lab scale_out's measurements: tables, the collectives, the model of the step's time."""
+"""The lab scale_out's measurements: communication in a trace, the collectives, tables."""
 
 import importlib.util
 import itertools
 import json
-import math
 import sys
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +13,7 @@ from stored_runs import lab_run
 from test_lab_scale_out import RUN, TESTS, Processes, one_line, processes, the_run  # noqa: F401
 from torch.distributed import run as torchrun
 
-from labs.scale_out import collectives, documents, loop, measure, prediction, request, scaling
-from labs.scale_out.prediction import Link, Model
+from labs.scale_out import collectives, documents, loop, measure, request, scaling
 from workshop import errors, labs, records
 from workshop.compare import tables
 from workshop.errors import WorkshopError
@@ -81,9 +77,6 @@ def test_several_processes_say_how_they_communicate(
     assert run.subject == "tiny, 16 tokens a sequence, training"
     assert run.variant.startswith("v2, ddp, 2 processes, 2 sequences each, fp32")
     assert (tmp_path / "trace.json.gz").stat().st_size
-    assert processes.run(1, *words).statuses == [0]
-    phases = [the_run(tmp_path).metrics[f"{name}_ms"] for name in ("forward", "backward")]
-    assert all(phases)
 
 
 # --- the collectives -----------------------------------------------------------------------------
@@ -119,7 +112,7 @@ def test_a_collective_with_a_wrong_result_has_no_bandwidth(
     processes: Processes,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    words = ["--device", "cpu", "--sizes", "4096", "--iterations", "2", "--output-dir", tmp_path]
+    words = ["--device", "cpu", "--iterations", "2", "--output-dir", tmp_path]
     ended = processes.run(2, *words, wrong_collective=wrong)
     assert ended.statuses == [bool(wrong)] * 2, ended.err
     runs = records.load_folder(tmp_path, LabRun)
@@ -137,75 +130,6 @@ def test_collectives_of_one_process_are_refused(
     assert "collectives take several processes: torchrun" in one_line(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [(2, "--sizes 2: give a multiple of 8"), (20, "--sizes 20: give a multiple of 8"), (2**20, "")],
-)
-def test_a_message_of_another_size_is_not_sent_in_its_place(
-    size: int,
-    message: str,
-    processes: Processes,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    words = ["--device", "cpu", "--sizes", size, "--iterations", "1", "--output-dir", tmp_path]
-    ended = processes.run(2, *words, wrong_collective="")
-    assert ended.statuses[0] == (errors.WRONG_USAGE if message else errors.DONE), ended.err
-    assert message in one_line(ended.err[0]) if message else ended.out[0].count("GB/s") == 3
-
-
-# --- the model of the step's time ----------------------------------------------------------------
-
-LINK = Link(0.01, 1e-8, 2)  # 10 µs a message, 100 GB/s
-LINKS = dict.fromkeys(collectives.OPERATIONS, LINK)
-MB = 1e6
-DDP = Model("ddp", 10.0, 20.0, 4.0, gradients=800 * MB, gathered=0.0, embedding=100 * MB, layers=4)
-FSDP = Model("fsdp", 10.0, 20.0, 4.0, 800 * MB, 350 * MB, 100 * MB, 4)
-BUCKETS = math.ceil(800 * MB / DDP.bucket)
-
-
-@pytest.mark.parametrize("name", collectives.OPERATIONS)
-@pytest.mark.parametrize("n", [2, 8])
-def test_a_line_is_found_again_in_its_points(name: str, n: int) -> None:
-    factor = collectives.bus_factor(name, n)
-    curve = [(size, size * factor / (0.02 + size * factor / 3e8) / 1e6) for size in (2**14, 2**30)]
-    assert prediction.fit(curve, name, n) == pytest.approx((0.02, 1 / 3e8, n))
-    one = prediction.fit(curve[:1], name, n)  # of one point nothing but a bandwidth is known
-    assert one.latency_ms == 0 and 1e-6 / one.ms_a_byte == pytest.approx(curve[0][1])
-
-
-@pytest.mark.parametrize(
-    ("n", "network", "ms"),
-    [(1, 1.0, 0.0), (2, 1.0, 0.01 + 1.0), (8, 1.0, 0.03 + 1.75), (16, 50.0, 0.04 + 1.875),
-     (16, 5.0, 0.04 + 1.875 * 100 / 40)],
-)  # fmt: skip
-def test_a_message_of_100_mb(n: int, network: float, ms: float) -> None:
-    found = prediction.message_ms(LINK, "all-reduce", 100 * MB, n, network_gbs=network)
-    assert found == pytest.approx(ms)
-
-
-@pytest.mark.parametrize(
-    ("model", "n", "share", "ms"),
-    [
-        (DDP, 1, 1.0, 34.0),
-        # 8 ms of sending and 0.31 of latency fit beside 20 of the backward pass, but for the end.
-        (DDP, 2, 1.0, 34.0 + 0.01 + 1.0),
-        # A quarter of the batch leaves 5 ms to hide it; the update stays as long as it is.
-        (DDP, 2, 0.25, 2.5 + 5.0 + 4.0 + BUCKETS * 0.01 + 8.0 - 5.0),
-        # Half the bytes, in one bucket: the last one is all.
-        (replace(DDP, bucket=800 * MB, sent=0.5), 2, 1.0, 34.0 + 0.01 + 4.0),
-        (FSDP, 1, 1.0, 34.0),
-        # The first gather, 187.5 MB, the last reduction; the update is shared.
-        (FSDP, 2, 1.0, 30.0 + 2.0 + 0.02 + (187.5 + 100.0) / 2 / 100),
-        (replace(FSDP, sent=0.5), 2, 1.0, 30.0 + 2.0 + 0.02 + (187.5 + 50.0) / 2 / 100),
-        (FSDP, 2, 0.01, 0.3 + 2.0 + (8 + 1 + 5) * 0.01 + (700 + 100 + 800) / 2 / 100 - 0.3),
-    ],
-)  # fmt: skip
-def test_a_step_is_computation_and_what_it_can_not_hide(
-    model: Model, n: int, share: float, ms: float
-) -> None:
-    assert prediction.step_ms(model, LINKS, n, share) == pytest.approx(ms)
-
-
 # --- tables --------------------------------------------------------------------------------------
 
 
@@ -217,9 +141,7 @@ def variant_of(strategy: str, size: int, share: int) -> str:
 def trained(strategy: str, size: int, share: int, ms: float, **changes: Any) -> LabRun:
     variant = variant_of(strategy, size, share)
     metrics: dict[str, Any] = {"processes": size, "sequences": share}
-    if size == 1:
-        metrics |= {"forward_ms": 10.0, "backward_ms": 21.0, "optimizer_ms": 3.0}
-    else:
+    if size > 1:
         metrics |= {"communication_share": 0.25, "hidden_share": 0.75}
     options = {"config": "medium", "version": "v2", "strategy": strategy, "precision": "bf16"}
     fields: dict[str, Any] = {
@@ -251,8 +173,6 @@ def session() -> list[LabRun]:
     )]  # fmt: skip
     runs += [trained("fsdp", 1, 16, 30.0), trained("fsdp", 2, 16, 10.0, gate=red,
                                                    status="gate failed")]  # fmt: skip
-    # Compared with ddp's process; the model of a step has no p2p.
-    runs.append(trained("p2p", 2, 16, 35.0, baseline=runs[0].variant))
     runs.append(trained("zero1", 2, 16, 1.0, status="skipped", error="deepspeed is missing",
                         step_ms=[], gate=Parity()))  # fmt: skip
     runs += itertools.starmap(sent, itertools.product(
@@ -267,69 +187,38 @@ def lines(text: str, begin: str) -> list[list[str]]:
             if line.startswith(f"| {begin} |")]  # fmt: skip
 
 
-def test_the_readme_s_tables_say_what_is_gained_and_what_it_costs(tmp_path: Path) -> None:
-    ((_, own),) = documents.parts([], tmp_path).items()
+def test_the_readme_s_table_has_the_newest_row_beside_its_own_one_process() -> None:
+    ((_, own),) = documents.parts([]).items()
     assert own["scaling"] == f"Not measured yet: `{documents.COMMAND}`."
     by_hand = trained("ddp", 2, 16, 1.0, parent_command=["train.py"], session="2028")
-    later = [sent(name, 2**20, 300.0) for name in collectives.OPERATIONS]
-    for run in later:  # of another session: the model finds them for all
-        run.session = "2029"
-    first = [run for run in session() if run.unit == "tokens"]
-    again = trained("ddp", 1, 16, 50.0, session="2030", created="2030-01")  # another machine?
-    added = trained(
-        "zero2", 1, 8, 90.0, session="2030", created="2030-02", subject="large",
-        parent_command=["measure.py", "--session", "2030"],
-    )  # fmt: skip
-    ((_, own),) = documents.parts([*first, by_hand, *later, again, added], tmp_path).items()
-    text = own["scaling"]
-    assert ":\n\n- `python measure.py`\n- `python measure.py --session 2030`\n\n" in text
-    one, weak, strong, elsewhere = lines(text, "v2, ddp")
-    assert elsewhere[4] == "50.00" and text.count("- efficiency: ") == 1
+    again = [trained("ddp", size, 16, ms, session="2030", created=f"2030-0{size}")
+             for size, ms in ((1, 50.0), (2, 100.0))]  # fmt: skip
+    more = trained("ddp", 2, 16, 90.0, session="2030", created="2030-03", subject="large")
+    ((_, own),) = documents.parts([*session(), by_hand, *again, more]).items()
+    (elsewhere,) = lines(own["scaling"], "large")
+    assert elsewhere[5:8] == ["-", "90.00", "-"]  # its session has no row of one process
+    strong, weak, red = lines(own["scaling"], "medium")
+    assert strong[1:7] == ["v2, ddp", "2", "strong", "8", "34.17", "25.12"]
+    assert strong[7].startswith("68.0% ")
+    assert weak[3:8] == ["weak", "16", "50.00", "100.00", "50.0% (one run)"]
+    assert weak[8:] == ["1.0", "25%", "75%", "pass", "0123456"]
+    assert lines(own["scaling"], "64 KiB")[0][1:] == ["300.0"] * 3
+    assert red[1] == "v2, fsdp" and red[6:12] == ["-"] * 5 + ["FAIL"]
+
+
+def test_a_session_s_tables_say_what_is_gained_and_what_it_costs() -> None:
+    (rows,) = labs.newest(session())
+    text = tables.markdown(scaling.tables_of(rows))
+    one, weak, strong = lines(text, "v2, ddp")
     assert one[1:] == ["1", "", "16", "34.17", "-", "2.0", "-", "-", "12.5", "pass"]
     assert weak[1:5] == ["2", "weak", "16", "40.20"]
     assert weak[6:] == ["1.0", "25%", "75%", "12.5", "pass"]
     assert weak[5].startswith("85.0% ")
     assert strong[2] == "strong" and strong[5].startswith("68.0% ")
-    assert lines(text, "v2, p2p")[0][5].startswith("97.6% ")
     _, red = lines(text, "v2, fsdp")
     assert red[4:] == ["-", "-", "-", "-", "-", "-", "FAIL"]
     assert not lines(text, "v2, zero1") and "- v2, zero1: deepspeed is missing" in text
-    assert lines(text, "1 MiB")[0][1:] == ["300.00", "67%"] * 3 and not lines(text, "64 KiB")
-    # From 34.17 ms: beside the backward pass all is hidden but the last bucket, 25 MiB.
-    exposed = 25 * 2**20 / 300e6
-    (check, other) = lines(text, "medium")
-    assert check[2:4] == ["2", "weak"]
-    assert float(check[5]) == pytest.approx(34.17 + exposed, abs=0.01)
-    assert other[3] == "strong"
-
-
-def test_pictures_are_drawn_where_there_is_something(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    (rows,) = labs.newest(session())
-    without = [row for row in rows if row.first.unit == "tokens"]
-    for draw in (collectives.draw, prediction.draw):
-        target = tmp_path / f"{draw.__module__}.png"
-        assert not draw(without, target) and not target.exists()
-        assert draw(rows, target) and target.stat().st_size > 10_000
-    said = prediction.assumptions(prediction.links_of(rows, rows[0].device, 2))
-    assert "8 GPUs a host" in said and "400 Gbit/s" in said and "300 GB/s" in said
-
-
-def test_predictions_begin_at_the_last_measured_point() -> None:
-    (rows,) = labs.newest(session())
-    one, weak = (
-        next(row for row in rows if row.first.unit == "tokens" and scaling.kind(row, rows) == kind)
-        for kind in ("", "weak")
-    )
-    model = prediction.model_of(one)
-    assert model
-    drawn = []
-    axis = SimpleNamespace(plot=lambda *line, **look: drawn.append(line))
-    links = prediction.links_of(rows, one.device, 2)
-    prediction._draw_training(axis, one, [weak], (model, links, [2, 8]), color="C0")
-    (_, measured, _), *predicted = drawn
-    assert [line[1][0] for line in predicted] == pytest.approx(2 * [measured[-1]])
-    assert all(line[1][1] < measured[-1] for line in predicted)
+    assert lines(text, "64 KiB")[0][1:] == ["300.00", "67%"] * 3
 
 
 # --- the study -----------------------------------------------------------------------------------
@@ -342,10 +231,10 @@ def test_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
 
     found = cases("--config tiny --trainings v2:ddp hf:accelerate-ddp", 1, 2, 4)
     assert [case[2:] for case in found] == [(1, 8), (2, 8), (2, 4), (4, 8), (4, 2)] * 2
-    assert measure.training("v3:p2p:graph") == ("v3", "p2p", True)
+    assert measure.training("v3:ddp:graph") == ("v3", "ddp", True)
     # These share what one process does.
-    found = cases("--config tiny --trainings v4:ddp v4:ddp:graph v4:p2p:graph", 1, 2)
-    assert [case.size for case in found if case.training.graph] == [2] * 4 and len(found) == 7
+    found = cases("--config tiny --trainings v4:ddp v4:ddp:graph", 1, 2)
+    assert [case.size for case in found if case.training.graph] == [2, 2] and len(found) == 5
     # FSDP2's one process is captured, too: beside one that the host limits, several look too good.
     found = cases("--config tiny --trainings v4:fsdp v4:fsdp:graph", 1, 2)
     assert [case.size for case in found if case.training.graph] == [1, 2, 2] and len(found) == 6
@@ -424,7 +313,6 @@ def test_the_study_measures_groups_beside_each_other(
     assert {run.gate.status for run in runs} == {"pass"} and all(run.step_ms for run in runs)
     text = (tmp_path / "scaling.md").read_text()
     assert len(lines(text, "v2, ddp")) == 2 and len(lines(text, "16 MiB")) == 1
-    assert {path.name for path in tmp_path.glob("*.png")} == {"collectives.png", "prediction.png"}
     assert tables.markdown(scaling.tables_of(labs.newest(runs)[0])) == text
     more = ["--session", own[0].session, "--no-collectives"]
     assert measure.main([*words, *more, "--", *train]) == 0

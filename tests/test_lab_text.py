@@ -518,7 +518,7 @@ OF_TWO: list[tuple[list[str], str]] = [
     (["--tensor_parallel", "--device_map", "auto"], "--device_map"),
 ]
 DAMAGED: list[tuple[Callable[[Path], Any], str]] = [
-    (lambda folder: second_shard(folder).unlink(), "is missing, one of"),
+    (lambda folder: second_shard(folder).unlink(), "can't be loaded"),
     (lambda folder: second_shard(folder).write_text("version https://git-lfs"), "git lfs pull"),
     (without_weight, "1 weights are in no file, such as"),
     (of_another_model, "6 weights have another shape than config.json says, such as model.layers"),

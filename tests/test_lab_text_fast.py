@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,7 @@ def test_after_its_end_a_row_is_padding(case) -> None:
     ends = [int(it.greedy[0, 21]), *(int(row[40]) for row in it.greedy[1:])]
     expected = it.generate(eos_token_id=ends, pad_token_id=3)
     ours = FastLlama(it.folder, torch.float32, "cpu")
-    ours.config = dataclasses.replace(ours.config, eos=tuple(ends), pad=3)
+    ours.eos, ours.pad = tuple(ends), 3
     streamed: list[Tensor] = []
     for on_tokens in (None, streamed.append):
         answer = ours.generate(it.ids, it.mask, NEW, on_tokens=on_tokens)
@@ -211,85 +212,25 @@ def test_after_its_end_a_row_is_padding(case) -> None:
     assert torch.equal(torch.stack(streamed, 1), expected)
 
 
-REFUSED_ROPES: list[tuple[str, str, Any]] = [
-    ("rope_type 'linear'", "rope_scaling", {"type": "linear", "factor": 2.0}),
-    ("rope_type 'yarn'", "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}),
-    ("partial_rotary_factor 0.5", "rope_parameters", LLAMA3 | {"partial_rotary_factor": 0.5}),
-    ("llama3 rope's factor is None", "rope_parameters", LLAMA3 | {"factor": None}),
-    ("rope's low_freq_factor is '1'", "rope_parameters", LLAMA3 | {"low_freq_factor": "1"}),
-]
-
-
-def test_what_it_can_not_load_is_one_line(case, tmp_path: Path) -> None:
-    it = case("llama3-rope")
-    names = {path.name: path.read_bytes() for path in it.folder.iterdir()}
-    shard = sorted(name for name in names if name.endswith(".safetensors"))[-1]
-    config = json.loads(names["config.json"])
-    index = json.loads(names["model.safetensors.index.json"])
-    del index["weight_map"]["model.norm.weight"]
-    lost = {name: place for name, place in index["weight_map"].items() if place != shard}
-
-    def changed(**parts: object) -> dict[str, bytes]:
-        return {"config.json": json.dumps(config | parts).encode()}
-
-    cases: list[tuple[dict[str, bytes], str]] = [
-        ({shard: b""}, f"{shard} can't be read"),
-        (
-            {"model.safetensors.index.json": json.dumps({"weight_map": lost}).encode()},
-            "is in no safetensors file",
-        ),
-        (changed(model_type="gpt2"), "model_type 'gpt2'"),
-        (changed(attention_bias=True), "attention_bias True"),
-        (changed(vocab_size=310), r"is \(311, 96\), by config.json \(310, 96\)"),
-        ({"config.json": b"{"}, "config.json: no valid JSON"),
-        *((changed(**{key: rope}), words) for words, key, rope in REFUSED_ROPES),
-    ]
-    for number, (files, words) in enumerate(cases):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        for name, content in {**names, **files}.items():
-            (folder / name).write_bytes(content)
-        with pytest.raises(WorkshopError, match=words) as caught:
-            FastLlama(folder, torch.float32, "cpu")
-        assert "\n" not in str(caught.value)
-    (tmp_path / "0" / shard).unlink()
-    with pytest.raises(WorkshopError, match=f"{shard} is missing"):
-        FastLlama(tmp_path / "0", torch.float32, "cpu")
-    with pytest.raises(WorkshopError, match=r"config\.json: can't be read"):
-        FastLlama(tmp_path / "none", torch.float32, "cpu")
-
-
-def llama3(**changes: Any) -> dict[str, Any]:
-    """LLAMA3 with some parameters of other values; of None, without them."""
-    return {name: value for name, value in (LLAMA3 | changes).items() if value is not None}
-
-
-LENGTH = "original_max_position_embeddings"
-BARE = llama3(**{LENGTH: None})
-ROPES: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "theta alone": {"rope_theta": 500.0},
-    "an older file": {
-        "rope_theta": 300.0,
-        "rope_scaling": llama3(rope_type=None, rope_theta=None, type="llama3"),
-    },
-    "no length": {"rope_parameters": BARE, "max_position_embeddings": 512},
-    "no length anywhere": {"rope_parameters": BARE},
-    "a length outside": {"rope_parameters": LLAMA3, LENGTH: 32},
-    "two ropes": {"rope_parameters": LLAMA3, "rope_scaling": llama3(factor=4.0)},
-}
-
-
-@pytest.mark.parametrize("name", ROPES)
-def test_a_rope_turns_as_hugging_faces_does(name: str, tmp_path: Path) -> None:
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    sizes = {"vocab_size": 311, "hidden_size": 96, "intermediate_size": 152, "model_type": "llama"}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps(sizes | ROPES[name]))
-    ours = fast.rope_frequencies(fast.read_config(tmp_path))
-    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig.from_pretrained(tmp_path)).inv_freq
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+         "rope_type 'linear'"),
+        ({"model_type": "mistral"}, "model_type 'mistral'"),
+    ],
+)  # fmt: skip
+def test_what_it_does_not_have_is_one_line(
+    changes: dict[str, Any], words: str, case, tmp_path: Path
+) -> None:
+    shutil.copytree(case("one-head-each").folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(WorkshopError, match=words) as caught:
+        FastLlama(tmp_path, torch.float32, "cpu")
+    assert "\n" not in str(caught.value)
 
 
 def shapes(batch: int) -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -223,11 +223,3 @@ def test_the_program_waits_for_its_turn(mode: str, tmp_path: Path) -> None:
     assert run.status == "complete" and run.ceiling_tflops and run.created > begun, run.failure
     assert run.gate.status == "pass" and len(run.step_ms) == 2
     assert run.judge_ms and run.command == [PROGRAM.name, *flags]
-
-
-def test_jobs_are_for_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--network", "resnet18", *FLAGS[2:], "--output-dir", str(tmp_path)]
-    training = ["--mode", "training", "--compare", "compile"]
-    for more in (["--jobs", "2"], [*training, "--jobs", "2"], ["--ladder", "--resume"]):
-        assert main([*flags, *more]) == 2
-        assert "--network all" in capsys.readouterr().err

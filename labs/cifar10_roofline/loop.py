@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labs import shared
 from labs.cifar10_roofline import checkpoints, curves, data, networks, proof, request
 from labs.cifar10_roofline.batches import Batches
 from labs.cifar10_roofline.data import Dataset
@@ -120,7 +121,7 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
     settings |= {"dataset": dataset.name, "warmup": reference.warmup, "precision": precision.name}
     record = new_run(arguments, dataset.name, variant, device)
     record.options |= settings
-    record.flops_per_step = networks.flops_per_image(model) * arguments.batch_size
+    record.flops_per_step = shared.flops_per_image(model, 32) * arguments.batch_size
     ready = Run(arguments, dataset, batches, training, record, settings, [])
     if saved:
         _resume(ready, saved)

@@ -12,6 +12,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -23,10 +24,11 @@ if __name__ == "__main__":
 
 import torch
 
+from labs import shared
 from labs.cifar10_roofline import data, loop, proof, request
-from workshop import errors, labs, records, results
+from workshop import errors, labs, results
 from workshop.arguments import count, parse
-from workshop.compare import lab_table, tables
+from workshop.compare import lab_table
 from workshop.judge import studies
 from workshop.labs import LabRun
 from workshop.run import hardware, timing
@@ -45,30 +47,11 @@ def build_parser() -> argparse.ArgumentParser:
         "interrupted.",
     )
     add = parser.add_argument
+    number = partial(add, type=count, metavar="N")
     add("--models", nargs="+", choices=request.MODELS, default=request.MODELS, help="default: both")
-    add(
-        "--batch-sizes",
-        nargs="+",
-        type=count,
-        default=(128, 256, 1024),
-        metavar="N",
-        help="default: 128 256 1024",
-    )
-    add("--repeats", type=count, default=3, metavar="N", help="processes of each (default 3)")
-    add(
-        "--jobs",
-        type=count,
-        default=1,
-        metavar="N",
-        help="processes that prepare beside each other; each is timed alone (default 1)",
-    )
-    add(
-        "--output-dir",
-        type=Path,
-        default=results.DEFAULT_FOLDER / request.LAB,
-        metavar="FOLDER",
-        help=f"default: results/{request.LAB} of this checkout",
-    )
+    number("--batch-sizes", nargs="+", default=(128, 256, 1024), help="default: 128 256 1024")
+    shared.add_repeats(add)
+    shared.add_output_dir(add, request.LAB)
     add("flags", nargs="*", metavar="FLAG", help="of train.py")
     return parser
 
@@ -103,18 +86,18 @@ def _measure(arguments: argparse.Namespace) -> int:
         for batch in arguments.batch_sizes
         for flags in kinds
     ]
-    runs: list[LabRun] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for repeat in range(arguments.repeats):
-            ordered = plans[:: 1 - 2 * (repeat % 2)]
-            made = [
-                _plan(flags, _record(flags, device, session, baseline), folder, scratch, dataset)
-                for flags in ordered
-            ]
-            for run in studies.in_turns(made, arguments.jobs):
-                runs.append(run)
-                print(f"{run.subject}, {run.variant}: {_outcome(run)}", flush=True)
-    return _show(runs, folder)
+
+        def plan(flags: Flags, repeat: int) -> studies.Plan:
+            record = _record(flags, device, session, baseline)
+            return _plan(flags, record, folder, scratch, dataset)
+
+        measured = shared.alternating(plans, arguments.repeats, plan, arguments.jobs)
+        runs, interrupted = shared.told(measured, _outcome)
+    groups = labs.newest(runs)
+    rows = [row for group in groups for row in group]
+    shared.show(lab_table.of_labs(groups).tables, rows, folder / "training.md")
+    return shared.status_of(rows, interrupted)
 
 
 def _record(flags: Sequence[str], device: torch.device, session: str, baseline: str = "") -> LabRun:
@@ -149,21 +132,8 @@ def _plan(
 
 
 def _outcome(run: LabRun) -> str:
-    if run.status != "complete":
-        return run.failure
     rate = run.units_per_step / timing.median(run.step_ms) * 1e3
     return f"{rate:,.0f} images/s; gate {run.gate.status}"
-
-
-def _show(runs: list[LabRun], folder: Path) -> int:
-    groups = labs.newest(runs)
-    report = lab_table.of_labs(groups)
-    report.show("table")
-    path = folder / "training.md"
-    results.write_text(path, tables.markdown(report.tables))
-    print(f"Written: {path}\nResult file: {records.path_in(folder, runs[0].session)}")
-    failed = any(row.failed for group in groups for row in group)
-    return errors.ANSWER_IS_NO if failed else errors.DONE
 
 
 if __name__ == "__main__":

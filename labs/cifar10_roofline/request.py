@@ -2,12 +2,13 @@
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from workshop import results
+from labs import shared
 from workshop.arguments import MOST, count
 from workshop.errors import WorkshopError
 from workshop.run.precision import PRECISIONS, Precision, get_precision
@@ -119,20 +120,13 @@ def _add_data(add: Add) -> None:
 
 
 def _add_files(add: Add) -> None:
-    add(
+    folder = partial(add, type=Path, metavar="FOLDER")
+    folder(
         "--out-dir",
-        type=Path,
         default=FOLDER / "artifacts",
-        metavar="FOLDER",
         help="for checkpoints, weights and curves (default: artifacts/ beside train.py)",
     )
-    add(
-        "--output-dir",
-        type=Path,
-        default=results.DEFAULT_FOLDER / LAB,
-        metavar="FOLDER",
-        help=f"for the result file (default: results/{LAB} of this checkout)",
-    )
+    shared.add_output_dir(add, LAB)
     add("--save-every", type=int, default=0, metavar="N", help="epochs (default 0: never)")
     add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint of this program")
     add("--candidate", action="store_true", help=argparse.SUPPRESS)  # of measure_table.py

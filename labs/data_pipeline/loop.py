@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from workshop import errors
+from labs import shared
 from workshop.errors import WorkshopError
-from workshop.run.torchvision import make_importable
 
 LEARNING_RATE = 1e-4
 STEPS_BEFORE_CAPTURE = 3
@@ -275,11 +274,7 @@ def build_model(name: str, classes: int, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     if name == "cnn":
         return SmallCNN(classes)
-    if not make_importable():
-        errors.require("torchvision")
-    from torchvision.models import resnet50
-
-    model: nn.Module = resnet50(num_classes=classes)
+    model: nn.Module = shared.import_torchvision().models.resnet50(num_classes=classes)
     return model
 
 

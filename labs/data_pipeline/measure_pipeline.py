@@ -9,12 +9,14 @@ it trains on the plain loop's images, to the plain loop's losses and weights.
 """
 
 import argparse
+import functools
+import itertools
 import math
 import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout needs no installation
@@ -26,13 +28,14 @@ if __name__ == "__main__":
 
 import torch
 
+from labs import shared
 from labs.data_pipeline import make_dataset, measure_rung, profiling, proof, rates, rungs
 from labs.data_pipeline.formats import FORMATS, MANIFEST, PACKED, BadData, Folder, how_to_make
 from labs.data_pipeline.loop import Loop
 from labs.data_pipeline.measure_rung import LAB, cores
-from workshop import errors, labs, records, results
+from workshop import errors, labs, results
 from workshop.arguments import count, parse
-from workshop.compare import lab_table, tables
+from workshop.compare import lab_table
 from workshop.compare.tables import Line, Table, number
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge import studies
@@ -55,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         "rung failed, 2 wrong usage, 77 something is missing on\nthis machine, 130 interrupted.",
     )
     add = parser.add_argument
+    number = partial(add, type=count, metavar="N")
     add(
         "--steps",
         nargs="+",
@@ -63,33 +67,15 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="all (default), rungs by name, or rates: how many workers a model wants",
     )
-    add("--workers", type=count, metavar="N", help="where a rung has many (default: the cores)")
-    add("--batch-size", type=count, metavar="N", help="images a step (default 128, CPU 64)")
-    add(
-        "--iterations",
-        type=count,
-        metavar="N",
-        help="steps of an epoch, at most (default: all; on a CPU 8)",
-    )
-    add("--epochs", type=count, default=3, metavar="N", help="that are timed (default 3)")
-    add("--repeats", type=count, default=3, metavar="N", help="processes of each (default 3)")
-    add(
-        "--jobs",
-        type=count,
-        default=1,
-        metavar="N",
-        help="processes that prepare beside each other; each is timed alone (default 1)",
-    )
+    number("--workers", help="where a rung has many (default: the cores)")
+    number("--batch-size", help="images a step (default 128, CPU 64)")
+    number("--iterations", help="steps of an epoch, at most (default: all; on a CPU 8)")
+    number("--epochs", default=3, help="that are timed (default 3)")
+    shared.add_repeats(add)
     add("--seed", type=int, default=42, help="of weights, order and crops (default 42)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
     _add_data(parser)
-    add(
-        "--output-dir",
-        type=Path,
-        default=results.DEFAULT_FOLDER / LAB,
-        metavar="FOLDER",
-        help=f"for result files (default: results/{LAB} of this checkout)",
-    )
+    shared.add_output_dir(add, LAB)
     for flag in ("--rung", "--folder"):  # what one process measures
         add(flag, help=argparse.SUPPRESS)
     add("--profile-dir", type=Path, help=argparse.SUPPRESS)
@@ -99,16 +85,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("images").add_argument
-    add(
-        "--images",
-        type=count,
-        metavar="N",
-        help="digits that are made (default 50,000; on a CPU 1,797)",
-    )
+    number = partial(add, type=count, metavar="N")
+    number("--images", help="digits that are made (default 50,000; on a CPU 1,797)")
     add("--size", type=count, help="their side in pixels (default 32)")
-    add("--resnet-images", type=count, metavar="N", help=f"of {LARGE_SIDE} x {LARGE_SIDE}, for "
+    number("--resnet-images", help=f"of {LARGE_SIDE} x {LARGE_SIDE}, for "
         "ResNet-50 (default 4,096; on a CPU 16)")  # fmt: skip
-    add("--resnet-batch-size", type=count, metavar="N", help="default 128; on a CPU 4")
+    number("--resnet-batch-size", help="default 128; on a CPU 4")
     add(
         "--dataset-dir",
         type=Path,
@@ -242,28 +224,33 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> int:
                         if not reasons[name] and rungs.is_large(name) == large})
     }  # fmt: skip
     session = results.new_session()
-    runs = list[LabRun]()
-    for name in filter(reasons.get, names):
+    profiles = folder / "profiles" / session
+
+    @functools.lru_cache(len(folders))  # those of one repeat
+    def plain(large: bool, repeat: int) -> proof.PlainLoop:
+        asked = measure_rung.asked(arguments, large, folders[large], device)
+        return proof.PlainLoop(asked)
+
+    def plan(name: str, repeat: int) -> studies.Plan:
+        more = [] if repeat else ["--profile-dir", str(profiles / name)]
+        return _plan(arguments, name, plain(rungs.is_large(name), repeat), session, more)
+
+    def skipped(name: str) -> LabRun:
         made = _folder(arguments, rungs.is_large(name))
         run = measure_rung.new_run(arguments, name, made, device, session)
-        runs.append(studies.Plan([], [run], folder).skipped(reasons[name]))
-        print(f"{name}: {_outcome(run)}")
-    profiles = folder / "profiles" / session
-    for repeat in range(arguments.repeats):
-        plain = {
-            large: proof.PlainLoop(measure_rung.asked(arguments, large, made, device))
-            for large, made in folders.items()
-        }
-        plans = [
-            _plan(arguments, name, plain[rungs.is_large(name)], session,
-                  [] if repeat else ["--profile-dir", str(profiles / name)])
-            for name in names[:: 1 - 2 * (repeat % 2)]
-            if not reasons[name]
-        ]  # fmt: skip
-        for one in studies.in_turns(plans, arguments.jobs):
-            runs.append(one)
-            print(f"{one.variant}: {_outcome(one)}", flush=True)
-    return _show(runs, names, folder, profiles)
+        return studies.Plan([], [run], folder).skipped(reasons[name])
+
+    left = [name for name in names if not reasons[name]]
+    measured = shared.alternating(left, arguments.repeats, plan, arguments.jobs)
+    runs, interrupted = shared.told(
+        itertools.chain(map(skipped, filter(reasons.get, names)), measured), _outcome
+    )
+    groups = [sorted(group, key=rungs.place) for group in labs.newest(runs)]
+    rows = [row for group in groups for row in group]
+    shown = [table for group in groups for table in (*speed_tables(group), rates_table(group))]
+    shared.show([*shown, changes_table(runs[0], names)], rows, folder / "pipeline.md")
+    _show_profiles(rows, folder, profiles)
+    return shared.status_of(rows, interrupted)
 
 
 def _warn(arguments: argparse.Namespace, names: Sequence[str]) -> None:
@@ -317,26 +304,11 @@ def _plan(
 
 
 def _outcome(run: LabRun) -> str:
-    if run.status != "complete":
-        return run.failure
     rate = run.units_per_step / timing.median(run.step_ms) * 1e3
     return f"{rate:,.0f} images/s, waits {run.metrics['wait_share']:.0%}; verdict {run.gate.status}"
 
 
 # --- what is printed -----------------------------------------------------------------------------
-
-
-def _show(runs: list[LabRun], names: list[str], folder: Path, profiles: Path) -> int:
-    groups = [sorted(group, key=rungs.place) for group in labs.newest(runs)]
-    shown = [table for group in groups for table in (*speed_tables(group), rates_table(group))]
-    shown.append(changes_table(runs[0], names))
-    tables.print_tables(shown)
-    path = folder / "pipeline.md"
-    results.write_text(path, tables.markdown(shown) + "\n")
-    _show_profiles([row for group in groups for row in group], folder, profiles)
-    print(f"Written: {path}\nResult file: {records.path_in(folder, runs[0].session)}")
-    failed = any(row.failed for group in groups for row in group)
-    return errors.ANSWER_IS_NO if failed else errors.DONE
 
 
 def _show_profiles(rows: list[LabRow], folder: Path, profiles: Path) -> None:
@@ -346,7 +318,9 @@ def _show_profiles(rows: list[LabRow], folder: Path, profiles: Path) -> None:
     for row in found:
         name = row.first.variant
         print(f"{name}: {profiling.advice(profiles / name)}")
-    for model, own in groupby(found, lambda row: rungs.settings(row.first.variant, 1).model):
+    for model, own in itertools.groupby(
+        found, lambda row: rungs.settings(row.first.variant, 1).model
+    ):
         picture = folder / f"ladder_{model}.png"
         profiling.draw_ladder(list(own), picture)
         print(f"Written: {picture}")

@@ -6,15 +6,14 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
-from torch.utils.flop_counter import FlopCounterMode
 
+from labs import shared
 from labs.data_pipeline import peers, profiling, proof, rates, rungs
 from labs.data_pipeline.formats import FORMATS, Images
 from labs.data_pipeline.loop import Batch, Loop, Settings, Source, Step
@@ -67,7 +66,7 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
         record.metrics["model_per_s"] = rates.model_rate(loop)  # trains on
         if arguments.profile_dir:
             profiling.profile_rung(loop, loop.order.epoch + 1, record, arguments.profile_dir)
-    record.flops_per_step = size * flops_per_image(loop.model, loop.order.size)
+    record.flops_per_step = size * shared.flops_per_image(loop.model, loop.order.size)
     record.plausibility = labs.implausible(record)
     red = record.gate.status == "fail"
     record.status = "gate failed" if red else "complete"
@@ -268,13 +267,3 @@ def _explained(error: Exception) -> Exception:
         "--batch-size, or enlarge it (docker run --shm-size=8g, or mount -o remount,size=8g "
         f"{SHARED_MEMORY})"
     )
-
-
-def flops_per_image(model: nn.Module, size: int) -> float:
-    """Operations of convolutions and matrix products, forward and backward; a multiplication and an
-    addition are two."""
-    shadow = deepcopy(model).to("meta")
-    counter = FlopCounterMode(display=False)
-    with counter:
-        shadow(torch.empty(1, 3, size, size, device="meta")).sum().backward()
-    return float(counter.get_total_flops())

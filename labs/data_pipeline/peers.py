@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from labs import shared
 from labs.data_pipeline.formats import Folder, Tar
 from labs.data_pipeline.loop import Batch, Order, Settings, Source
 from workshop import errors
-from workshop.run.torchvision import make_importable
 
 SHUFFLE = 1000
 """Images among which WebDataset draws the next one: its documentation's number."""
@@ -31,8 +31,7 @@ class TorchvisionImages:
     key = Folder.key
 
     def __init__(self, folder: Path) -> None:
-        if not make_importable():
-            errors.require("torchvision")
+        shared.import_torchvision()
         from torchvision.datasets import ImageFolder
         from torchvision.transforms import PILToTensor
 

@@ -246,7 +246,7 @@ def _operator(row: LabRow) -> list[str]:
 
 
 def _wins(groups: Groups) -> str:
-    """The changes of the ladders, and the comparisons that the page names."""
+    """The comparisons that the page names."""
     blocks = [
         f"**{title}.** {_block(groups, study, table)}"
         for title, study, table in (
@@ -254,20 +254,7 @@ def _wins(groups: Groups) -> str:
             ("Batch", BATCH_SIZE, _comparison_table),
         )
     ]
-    return "\n\n".join([f"**One change at a time.** {_changes(groups)}", *blocks])
-
-
-def _changes(groups: Groups) -> str:
-    """A line for each change of the ladders, a column for each batch; a table for each device."""
-    blocks = []
-    for device, gains in _gains(groups).items():
-        batches = [n for n in LADDERS if any(n in its for its in gains.values())]
-        lines = [
-            [escape(change), *(its.get(n, "-") for n in batches)] for change, its in gains.items()
-        ]
-        table = markdown_table(["change", *(f"batch {n}" for n in batches)], lines)
-        blocks.append(f"{escape(device)}: `{B_LADDER}`\n\n{table}")
-    return "\n\n".join(blocks) or lab_table.not_measured(B_LADDER)
+    return "\n\n".join(blocks)
 
 
 def _gains(groups: Groups) -> dict[str, dict[str, dict[int, str]]]:

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import nn
 from workshop.errors import WorkshopError
 from workshop.run import hardware
 
+T = TypeVar("T")
 TORCHRUN_METHOD = "env://"
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
@@ -170,19 +172,10 @@ def wrapper(group: Group, device: torch.device) -> Callable[[nn.Module], nn.Modu
     return wrap
 
 
-def slowest(group: Group, step_ms: list[float]) -> list[list[float]]:
-    """The times of all processes, by rank; an iteration of the group is as long as its slowest."""
+def of_all(group: Group, value: T) -> list[T]:
+    """The values of all processes, by rank."""
     if group.world_size == 1:
-        return [step_ms]
-    gathered: list[list[float] | None] = [None] * group.world_size
-    dist.all_gather_object(gathered, step_ms)
-    return [times for times in gathered if times is not None]
-
-
-def all_pass(group: Group, passed: bool) -> bool:
-    """Whether every process passed its gate."""
-    if group.world_size == 1:
-        return passed
-    gathered: list[bool | None] = [None] * group.world_size
-    dist.all_gather_object(gathered, passed)
-    return all(gathered)
+        return [value]
+    gathered: list[T] = [value] * group.world_size
+    dist.all_gather_object(gathered, value)
+    return gathered

@@ -197,10 +197,6 @@ def check(variant: Variant, device: torch.device, *, training: bool) -> None:
         )
     if training and (variant.fold or variant.fuse or variant.export):
         raise WorkshopError("--fold-norms, --fuse-relus and --export are for --mode inference")
-    if variant.fuse and variant.autocast:
-        raise WorkshopError(
-            "--fuse-relus needs weights of one precision: leave out --amp-opt-level"
-        )
 
 
 def check_precision(name: str, device: torch.device) -> None:

@@ -10,15 +10,14 @@ import difflib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from labs import shared
 from workshop.errors import NotOnThisMachine, WorkshopError
-from workshop.run.torchvision import make_importable
 
 CLASSES, PIXEL_CLASSES = 1000, 21
 """The classes of ImageNet, and of Pascal VOC, for which torchvision's segmentation networks are."""
@@ -115,19 +114,6 @@ def logits(output: Any) -> Tensor:
     return found
 
 
-def import_torchvision() -> ModuleType:
-    """Raises NotOnThisMachine where torchvision is not installed."""
-    if not make_importable():
-        raise NotOnThisMachine(
-            "torchvision is missing: run `make setup`, or pip install the torchvision that "
-            f"belongs to PyTorch {torch.__version__}"
-        )
-    import torchvision.models
-
-    found: ModuleType = torchvision
-    return found
-
-
 def get_network(name: str) -> Network:
     """A network by its name.
 
@@ -138,7 +124,7 @@ def get_network(name: str) -> Network:
     edge = LARGE_IMAGES.get(name, 224)
     if name in ELSEWHERE:
         return Network(name, _of_package(name, *ELSEWHERE[name]), edge)
-    models = import_torchvision().models
+    models = shared.import_torchvision().models
     segmentation = set(models.list_models(module=models.segmentation))
     known = set(models.list_models(module=models)) | segmentation
     true_name = ALIASES.get(name, name)
@@ -162,7 +148,7 @@ def _of_package(name: str, package: str, true_name: str) -> Callable[[], nn.Modu
         )
 
     def build() -> nn.Module:
-        import_torchvision()  # timm imports it
+        shared.import_torchvision()  # timm imports it
         if package == "timm":
             import timm
 

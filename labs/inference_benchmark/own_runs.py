@@ -78,16 +78,6 @@ def comparisons(runs: Sequence[LabRun], option: str) -> list[list[LabRow]]:
     return found
 
 
-def compile_seconds(row: LabRow) -> float:
-    """The longest of its processes: later ones find parts of the work in the compiler's cache."""
-    return max(run.setup_s.get("compile", 0.0) for run in row.runs)
-
-
-def break_even(compile_s: float, plain_ms: float, compiled_ms: float) -> float | None:
-    """Batches after which compiling is paid back; None if it never is."""
-    return compile_s * 1e3 / (plain_ms - compiled_ms) if compiled_ms < plain_ms else None
-
-
 def profiles(results: Path, runs: Sequence[LabRun]) -> Iterator[Profile]:
     """The traces below a folder of results, newest first; a group has its first process's.
 

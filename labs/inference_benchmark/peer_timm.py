@@ -11,7 +11,8 @@ import time
 import torch
 from torch import Tensor, nn
 
-from labs.inference_benchmark import measure, modes, networks
+from labs import shared
+from labs.inference_benchmark import measure, modes
 from labs.inference_benchmark.measure import Bench, Measured
 from workshop.errors import WorkshopError
 from workshop.profilers.table import STEP
@@ -24,7 +25,7 @@ def build(name: str, ours: nn.Module) -> nn.Module:
     Raises:
         WorkshopError: timm has no network of that name, or its weights have other names or shapes.
     """
-    networks.import_torchvision()  # timm imports it
+    shared.import_torchvision()  # timm imports it
     import timm
 
     if not timm.is_model(name):

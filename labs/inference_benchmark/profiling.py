@@ -4,13 +4,12 @@ import contextlib
 import dataclasses
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from labs.inference_benchmark import measure
@@ -18,7 +17,6 @@ from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.measure import Bench
 from labs.inference_benchmark.show import RULE, Say
 from workshop import records, results
-from workshop.profilers.names import display_name
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.run import timing
 from workshop.run.timing import StepClock
@@ -27,10 +25,7 @@ ITERATIONS = 5
 """Profiled for the tables."""
 WAIT, WARM_UP, ACTIVE = 1, 2, 2
 """Iterations of a trace: skipped, run to warm the profiler up, recorded."""
-ROWS, NAME_WIDTH, CELL_WIDTH = 10, 36, 14
-Row = Any
-"""An operation's, of torch.profiler's key_averages()."""
-Columns = dict[str, Callable[[Row], str]]
+ROWS, NAME_WIDTH = 10, 36
 
 
 def _activities(bench: Bench) -> list[ProfilerActivity]:
@@ -43,73 +38,22 @@ def _activities(bench: Bench) -> list[ProfilerActivity]:
 
 def tables(bench: Bench, say: Say) -> None:
     """Operations by CPU time, by GPU time and by memory, of a few iterations."""
-    device = bench.setting.device
     with profile(activities=_activities(bench), profile_memory=True) as profiler:
         for index in range(ITERATIONS):
             bench.iteration(index)
-        measure.wait(device)
-    on_gpu = device.type == "cuda"
-    rows: list[Row] = [
-        row for row in profiler.key_averages() if not getattr(row, "is_user_annotation", False)
-    ]
-    say(RULE)
-    say(f"PyTorch Profiler Results ({ITERATIONS} iterations):")
-    say(RULE)
-    places = {"CPU": ("cpu", DeviceType.CPU)} | (
-        {"CUDA": ("device", DeviceType.CUDA)} if on_gpu else {}
-    )
-    for place, (attribute, type_) in places.items():
-        own = f"self_{attribute}_time_total"
-        whole_us = sum(getattr(row, own) for row in rows if row.device_type == type_)
-        say(f"Top {ROWS} operations by total {place} time of their own (Self {place}):")
-        _say_table(say, rows, own, _time_columns(place, attribute, whole_us))
-        say(f"Self {place} time total: {whole_us / 1e3:,.3f} ms")
-        say("")
-    say("Memory Profiling, by what an operation itself takes and keeps:")
-    columns: Columns = {}
-    for place, (attribute, _) in places.items():
-        columns |= _memory_columns(place, attribute)
-    _say_table(say, rows, f"self_{places[place][0]}_memory_usage", columns)
-
-
-def _time_columns(place: str, attribute: str, whole_us: float) -> Columns:
-    """`attribute` is the place's word in the names of a row's attributes."""
-
-    def own_us(row: Row) -> float:
-        return float(getattr(row, f"self_{attribute}_time_total"))
-
-    def all_us(row: Row) -> float:
-        return float(getattr(row, f"{attribute}_time_total"))
-
-    return {
-        f"Self {place} %": lambda row: f"{own_us(row) / (whole_us or 1):.2%}",
-        f"Self {place}": lambda row: f"{own_us(row) / 1e3:,.3f} ms",
-        f"{place} total": lambda row: f"{all_us(row) / 1e3:,.3f} ms",
-        f"{place} avg": lambda row: f"{all_us(row) / 1e3 / row.count:,.3f} ms",
-    }
-
-
-def _memory_columns(place: str, attribute: str) -> Columns:
-    def megabytes(name: str) -> Callable[[Row], str]:
-        return lambda row: f"{getattr(row, name) / 1e6:,.2f} MB"
-
-    return {
-        f"Self {place} Mem": megabytes(f"self_{attribute}_memory_usage"),
-        f"{place} Mem": megabytes(f"{attribute}_memory_usage"),
-    }
-
-
-def _say_table(say: Say, rows: Sequence[Row], sort_by: str, columns: Columns) -> None:
-    """The first rows, each no wider than 106 columns."""
-    columns = columns | {"# of Calls": lambda row: f"{row.count:,}"}
-    rule = "-" * (NAME_WIDTH + CELL_WIDTH * len(columns))
-    say(rule)
-    say(f"{'Name':<{NAME_WIDTH}}" + "".join(f"{name:>{CELL_WIDTH}}" for name in columns))
-    say(rule)
-    for row in sorted(rows, key=lambda row: -getattr(row, sort_by))[:ROWS]:
-        cells = "".join(f"{cell(row):>{CELL_WIDTH}}" for cell in columns.values())
-        say(f"{display_name(row.key, NAME_WIDTH - 2):<{NAME_WIDTH}}{cells}")
-    say(rule)
+        measure.wait(bench.setting.device)
+    on_gpu = bench.setting.device.type == "cuda"
+    by_name = profiler.key_averages()
+    for line in (RULE, f"PyTorch Profiler Results ({ITERATIONS} iterations):", RULE):
+        say(line)
+    for place, name in {"CPU": "cpu", **({"CUDA": "device"} if on_gpu else {})}.items():
+        for what in ("time_total", "memory_usage"):
+            say(f"Top {ROWS} operations by {what.partition('_')[0]} of their own (Self {place}):")
+            table = by_name.table(
+                sort_by=f"self_{name}_{what}", row_limit=ROWS, max_name_column_width=NAME_WIDTH
+            )
+            for line in table.splitlines():
+                say(line)
 
 
 def trace(bench: Bench, folder: Path, group: Group, say: Say) -> None:

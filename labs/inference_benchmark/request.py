@@ -2,9 +2,10 @@
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+from labs import shared
 from labs.inference_benchmark import networks
 from workshop import results
 from workshop.arguments import count
@@ -37,32 +38,17 @@ def build_parser() -> argparse.ArgumentParser:
         "ran out, 2 wrong usage, 77 something is\nmissing on this machine, 130 interrupted.",
     )
     add = parser.add_argument
+    number = partial(add, type=count, metavar="N")
     add("--network", required=True, metavar="NAME", help="see below; all: a table of all of them")
-    add(
-        "--batch-size",
-        type=count,
-        default=64,
-        metavar="N",
-        help="images an iteration, of all GPUs together (default 64)",
+    number(
+        "--batch-size", default=64, help="images an iteration, of all GPUs together (default 64)"
     )
-    add("--iterations", type=count, default=20, metavar="N", help="timed ones (default 20)")
-    add(
-        "--warmup-iterations",
-        type=count,
-        default=5,
-        metavar="N",
-        help="not timed, before them (default 5)",
-    )
+    number("--iterations", default=20, help="timed ones (default 20)")
+    number("--warmup-iterations", default=5, help="not timed, before them (default 5)")
     add("--mode", choices=("inference", "training"), default="inference", help="default inference")
     add("--seed", type=int, default=42, help="of weights and images (default 42)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
-    add(
-        "--output-dir",
-        type=Path,
-        default=OUTPUT_DIR,
-        metavar="FOLDER",
-        help=f"for result files and traces (default: results/{LAB} of this checkout)",
-    )
+    shared.add_output_dir(add, LAB)
     _add_speed(parser.add_argument_group("what makes it fast").add_argument)
     _add_profilers(parser.add_argument_group("profilers").add_argument)
     _add_studies(parser.add_argument_group("several runs").add_argument)
@@ -85,32 +71,24 @@ def of_single_run(arguments: argparse.Namespace) -> list[str]:
 
 
 def _add_speed(add: Add) -> None:
+    switch = partial(add, action="store_true")
     add(
         "--precision",
         choices=("fp32", "tf32", "bf16", "fp16"),
         help="of weights and images; in training of the operations (default fp32)",
     )
     add("--fp16", type=int, choices=(0, 1), default=0, help="1: as --precision fp16 (default 0)")
-    add(
-        "--amp-opt-level",
-        type=int,
-        choices=range(6),
-        default=0,
-        metavar="0-5",
-        help="mixed precision by torch.autocast, as APEX's levels: 1 to 3 fp16, 4 and 5 bf16",
-    )
-    add("--compile", action="store_true", help="compile with torch.compile")
+    switch("--compile", help="compile with torch.compile")
     add(
         "--compileContext",
         dest="compile_context",
         metavar="DICT",
         help="torch.compile's arguments, as in \"{'mode': 'max-autotune', 'fullgraph': 'True'}\"",
     )
-    add("--channels-last", action="store_true", help="images and weights as NHWC")
-    add("--fold-norms", action="store_true", help="batch norms become part of the convolutions")
-    add(
+    switch("--channels-last", help="images and weights as NHWC")
+    switch("--fold-norms", help="batch norms become part of the convolutions")
+    switch(
         "--fuse-relus",
-        action="store_true",
         help="a convolution, a residual sum and a ReLU become one kernel, with --fold-norms",
     )
     add(
@@ -130,19 +108,18 @@ def _add_speed(add: Add) -> None:
 
 
 def _add_profilers(add: Add) -> None:
-    add(
+    switch = partial(add, action="store_true")
+    switch(
         "--autograd-profiler",
-        action="store_true",
         help="tables of operations by CPU time, GPU time and memory, from torch.profiler",
     )
-    add(
+    switch(
         "--autograd_profiler",
         dest="ranges",
-        action="store_true",
         help="with _: a ROCTX or NVTX range around each timed iteration, for rocprofv3 or nsys; no "
         "profiler of PyTorch is started",
     )
-    add("--kineto", action="store_true", help="write a trace of torch.profiler, one a rank")
+    switch("--kineto", help="write a trace of torch.profiler, one a rank")
     add(
         "--flops-prof-step",
         type=int,
@@ -161,36 +138,18 @@ def _add_profilers(add: Add) -> None:
 
 
 def _add_studies(add: Add) -> None:
+    switch = partial(add, action="store_true")
     add(
         "--compare",
         choices=COMPARISONS,
         help="run its variants in alternating processes; compile with --compile: eager mode and "
         "that alone",
     )
-    add(
-        "--ladder",
-        action="store_true",
-        help="from fp32 in eager mode to the fastest, one change at a time",
-    )
-    add("--find-max-batch", action="store_true", help="the largest batch that fits in memory")
-    add(
-        "--repeats",
-        type=count,
-        default=3,
-        metavar="N",
-        help="processes a variant, of --compare and --ladder (default 3)",
-    )
-    add(
-        "--jobs",
-        type=count,
-        default=1,
-        metavar="N",
-        help="processes of a study that prepare beside each other; each is timed alone, its "
-        "compilation is not (default 1)",
-    )
-    add(
+    switch("--ladder", help="from fp32 in eager mode to the fastest, one change at a time")
+    switch("--find-max-batch", help="the largest batch that fits in memory")
+    shared.add_repeats(add)
+    switch(
         "--resume",
-        action="store_true",
         help="go on with the newest session of the same batch, precision, mode, software and "
         "device in --output-dir, and keep the networks that are complete; of --network all",
     )
@@ -198,12 +157,12 @@ def _add_studies(add: Add) -> None:
 
 
 def _add_processes(add: Add) -> None:
-    add(
+    switch = partial(add, action="store_true")
+    switch(
         "--distributed_dataparallel",
-        action="store_true",
         help="join a group of processes by --rank, --world-size and --dist-url",
     )
-    add("--dataparallel", action="store_true", help="one process drives all GPUs of --device_ids")
+    switch("--dataparallel", help="one process drives all GPUs of --device_ids")
     add("--device_ids", metavar="0,1", help="GPUs, by number")
     add("--rank", type=int, default=0, metavar="N", help="this process's number (default 0)")
     add("--world-size", type=count, default=1, metavar="N", help="all processes (default 1)")

@@ -27,9 +27,6 @@ from workshop.roofline.model import MAIN_MEMORY
 from workshop.run import hardware, lab_record, markers, timing, trainer
 from workshop.run.precision import PRECISIONS
 
-AMP = {1: "fp16", 2: "fp16", 3: "fp16", 4: "bf16", 5: "bf16"}
-"""APEX's levels of mixed precision, as torch.autocast does them; 4 and 5 are ROCm's."""
-
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures once, in this process or as one of a group; its exit status."""
@@ -58,14 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def variant_of(arguments: argparse.Namespace) -> Variant:
     """Raises WorkshopError for flags that contradict each other."""
-    level = arguments.amp_opt_level
-    given = {arguments.precision, "fp16" if arguments.fp16 else None, AMP.get(level)} - {None}
-    if len(given) > 1:
-        raise WorkshopError(
-            f"--precision, --fp16 and --amp-opt-level mean {' and '.join(sorted(given))}: "
-            "give one of them"
-        )
-    precision = given.pop() if given else "fp32"
+    if arguments.fp16 and arguments.precision not in (None, "fp16"):
+        raise WorkshopError(f"--fp16 1 and --precision {arguments.precision}: give one of them")
+    precision = "fp16" if arguments.fp16 else arguments.precision or "fp32"
     context = None
     if arguments.compile_context is not None and not arguments.compile:
         raise WorkshopError("--compileContext goes with --compile")
@@ -75,7 +67,7 @@ def variant_of(arguments: argparse.Namespace) -> Variant:
     return Variant(
         precision=precision,
         # Training keeps fp32 weights at every precision.
-        autocast=level > 0 or (training and precision in ("bf16", "fp16")),
+        autocast=training and precision in ("bf16", "fp16"),
         channels_last=arguments.channels_last,
         fold=arguments.fold_norms,
         fuse=arguments.fuse_relus,
@@ -238,7 +230,7 @@ def _measure(
     record.ceiling_tflops = hardware.measure_matmul_tflops(setting.device, dtype)
     record.losses = results.finite(measured.losses)
     show.iterations(say, measured)
-    if not groups.all_pass(group, record.gate.status != "fail"):
+    if not all(groups.of_all(group, record.gate.status != "fail")):
         record.status = "gate failed"
         if record.gate.status == "pass":  # another process's is not
             record.gate.status = "fail"
@@ -290,8 +282,8 @@ def _finish(
     """Fills in what follows from the times: those of the whole group, percentiles, break-even,
     physics."""
     record = bench.run
-    by_rank = groups.slowest(group, measured.step_ms)
-    record.step_ms = [max(times) for times in zip(*by_rank, strict=False)]
+    by_rank = groups.of_all(group, measured.step_ms)
+    record.step_ms = [max(times) for times in zip(*by_rank, strict=False)]  # of the slowest
     record.flops_per_step = (
         (record.flops_per_step or 0.0) / bench.setting.batch_size * record.units_per_step
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from labs import shared
 from labs.inference_benchmark import group as groups
 from labs.inference_benchmark import measure, modes, networks, request, single
 from labs.inference_benchmark.modes import Setting, Variant
@@ -29,7 +30,7 @@ ALL = "all"
 Flags = tuple[str, ...]
 """The program's flags for one variant."""
 _OF_A_VARIANT = (
-    *("precision", "amp_opt_level", "compile", "channels_last", "fold_norms", "fuse_relus"),
+    *("precision", "compile", "channels_last", "fold_norms", "fuse_relus"),
     *("cuda_graph", "export"),
 )
 FREE_SHARE = 0.9
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     single.check(arguments, single.variant_of(arguments), device)
     if arguments.find_max_batch:
         return _find_max_batch(arguments, device)
-    errors.require("rich", "matplotlib")
+    errors.require("rich")
     arguments.study = f"compare {arguments.compare}" if arguments.compare else "ladder"
     plans = ladder(device) if arguments.ladder else compared(arguments, device)
     return _alternate(plans, arguments)
@@ -161,7 +162,6 @@ def _speed_flags(arguments: argparse.Namespace, without: str) -> tuple[str, ...]
     flags: list[str] = []
     if without != "precision":
         flags += ["--precision", single.variant_of(arguments).precision]
-        flags += ["--amp-opt-level", str(arguments.amp_opt_level)]
     if without != "memory-format" and arguments.channels_last:
         flags.append("--channels-last")
     if without != "compile" and arguments.compile:
@@ -181,33 +181,19 @@ def _alternate(plans: list[Flags], arguments: argparse.Namespace) -> int:
     folder = results.prepare_folder(arguments.output_dir)
     session, common = results.new_session(), _common_flags(arguments)
     baseline = single.planned([*common, *plans[0]], arguments.study, session)[0].variant
-    runs: list[LabRun] = []
-    dead: set[Flags] = set()
-    interrupted = False
-    try:
-        for repeat in range(arguments.repeats):
-            alive = [plan for plan in plans[:: 1 - 2 * (repeat % 2)] if plan not in dead]
-            made = [_plan([*common, *plan], arguments, session, baseline) for plan in alive]
-            for plan, found in zip(alive, studies.in_turns(made, arguments.jobs), strict=True):
-                runs.append(found)
-                if found.status != "complete":
-                    dead.add(plan)
-                count = f"run {repeat + 1} of {arguments.repeats}"
-                print(f"{found.variant}, {count}: {_outcome(found)}", flush=True)
-    except KeyboardInterrupt:
-        interrupted = True
-        if not runs:
-            raise
+
+    def plan(flags: Flags, repeat: int) -> studies.Plan:
+        return _plan([*common, *flags], arguments, session, baseline)
+
+    measured = shared.alternating(plans, arguments.repeats, plan, arguments.jobs)
+    runs, interrupted = shared.told(measured, _outcome)
     rows = labs.build_rows(runs)
     _write(rows, folder, _file_name(arguments, rows[0].first))
-    if interrupted:
-        print("interrupted: the table holds what was completed", file=sys.stderr)
-        return errors.INTERRUPTED
-    return errors.ANSWER_IS_NO if any(row.failed for row in rows) else errors.DONE
+    return shared.status_of(rows, interrupted)
 
 
 def _file_name(arguments: argparse.Namespace, first: LabRun) -> str:
-    """The name of a study's table and picture; network, batch, precision and mode are in it."""
+    """The name of a study's table; network, batch, precision and mode are in it."""
     words = [arguments.study, arguments.network]
     if arguments.compare != "batch-size":
         words.append(f"batch {arguments.batch_size}")
@@ -244,44 +230,14 @@ def _plan(
 def _write(rows: list[LabRow], folder: Path, name: str) -> None:
     report = lab_table.of_labs([rows])
     report.show("table")
-    draw(rows, folder / f"{name}.png")
     results.write_together(
         {
             folder / f"{name}.md": tables.markdown(report.tables),
             folder / f"{name}.json": results.json_text(report.as_json()),
         }
     )
-    print(f"Written: {', '.join(str(folder / f'{name}.{end}') for end in ('md', 'json', 'png'))}")
+    print(f"Written: {', '.join(str(folder / f'{name}.{end}') for end in ('md', 'json'))}")
     print(f"Result file: {records.path_in(folder, rows[0].first.session)}")
-
-
-def draw(rows: list[LabRow], target: Path) -> None:
-    """Throughput of each variant, as bars; those without a time have the reason in its place."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(11, 1.6 + 0.55 * len(rows)), layout="constrained")
-    rates = [row.units_per_s or 0.0 for row in rows]
-    axes.barh(range(len(rows)), rates, color="#0072B2")
-    most = max(rates) or 1.0
-    for place, row in enumerate(rows):
-        words = "no throughput"
-        if row.units_per_s:
-            words = f"{row.units_per_s:,.0f}"
-            words += f"  ({row.speedup.value:.2f}x)" if row.speedup else ""
-        axes.text(rates[place] + 0.01 * most, place, words, va="center", fontsize=12)
-    axes.set_yticks(range(len(rows)), [row.first.variant for row in rows], fontsize=12)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * most)
-    axes.set_xlabel(f"{rows[0].first.unit} a second, median", fontsize=12)
-    title = lab_table.title(rows)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
-    axes.spines[["top", "right"]].set_visible(False)
-    with results.atomic_path(target) as path:
-        figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 # --- all networks --------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 The gate runs before the clock, on other batches. After the clock has stopped, the workshop's
 audit (workshop/gate/audit.py) looks at the training itself: the loss of every step, the movement of
 every weight, and AdamW's first moments, which are a mean of the last gradients. All strategies keep
-these moments; p2p and ZeRO release the gradients in the update. Weights and moments are gathered
-under V1's names, and copies of a weight in several processes must be equal, bit by bit.
+these moments; ZeRO releases the gradients in the update. Weights and moments are gathered under
+V1's names, and copies of a weight in several processes must be equal, bit by bit.
 
 The reference is V1, which the study trains in its own process; of a training alone, the first
 process does. V1 trains on the whole batches, with a step of its own and without any of the group's

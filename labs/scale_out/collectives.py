@@ -8,7 +8,6 @@ which all-gather and reduce-scatter split. The result is checked before and afte
 """
 
 import argparse
-import functools
 import re
 import sys
 import warnings
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labs import shared
 from labs.scale_out import group as groups
 from labs.scale_out.group import Group
 from labs.scale_out.request import LAB
@@ -43,8 +43,6 @@ SIZES = {
     "cpu": [2**power for power in range(14, 25, 2)],
 }
 """Bytes of the messages, by type of device."""
-LARGEST = 2**34
-"""Bytes of the largest message that --sizes takes."""
 WARM_UP = 5
 UNIT = "bus bytes"
 _PATTERN = 251
@@ -146,10 +144,9 @@ def new_records(
     device: torch.device,
     session: str,
     processes: int,
-    sizes: Iterable[int],
     command: Sequence[str] = (),
 ) -> list[LabRun]:
-    """The records of all collectives with messages of these bytes, before they are sent."""
+    """The records of all collectives with messages of SIZES, before they are sent."""
     return [
         lab_record.begin(
             device, "fp32", session, ("--output-dir",), command,
@@ -161,7 +158,7 @@ def new_records(
             metrics={"processes": processes, "collective": name, "message_bytes": size},
         )
         for name in OPERATIONS
-        for size in sizes or SIZES[device.type]
+        for size in SIZES[device.type]
     ]  # fmt: skip
 
 
@@ -185,22 +182,9 @@ def _main(argv: list[str] | None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--sizes",
-        nargs="+",
-        type=functools.partial(count, most=LARGEST),
-        metavar="BYTES",
-        help="of the whole message (default: 64 KiB to 1 GiB, on a CPU 16 KiB to 16 MiB)",
-    )
     add("--iterations", type=count, default=20, metavar="N", help="of each message (default 20)")
     add("--device", default="auto", help="auto, cpu or cuda (default auto: GPU if any)")
-    add(
-        "--output-dir",
-        type=Path,
-        default=results.DEFAULT_FOLDER / LAB,
-        metavar="FOLDER",
-        help=f"default: results/{LAB} of this checkout",
-    )
+    shared.add_output_dir(add, LAB)
     add("--candidate", action="store_true", help=argparse.SUPPRESS)  # of measure.py
     arguments = parse(parser, argv)
     return errors.exit_status(lambda: _measure_all(arguments), interrupted="interrupted")
@@ -216,13 +200,12 @@ def _measure_all(arguments: argparse.Namespace) -> int:
             "collectives take several processes: torchrun --standalone --nproc-per-node 2 "
             "collectives.py"
         )
-    _check_sizes(arguments.sizes or (), group.size)
     status = errors.DONE
     with groups.member(group, device):
         turn = Turn(arguments.candidate and group.is_first)
         turn.wait()
         session = groups.of_first(results.new_session())
-        for record in new_records(device, session, group.size, arguments.sizes or ()):
+        for record in new_records(device, session, group.size):
             measure(record, device, group, arguments.iterations, turn)
             if record.status != "complete":
                 status = errors.ANSWER_IS_NO
@@ -236,18 +219,7 @@ def _measure_all(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _check_sizes(sizes: Iterable[int], processes: int) -> None:
-    """Raises WorkshopError for a message that would be sent as a smaller one, or not at all."""
-    unit = 4 * processes
-    for size in sizes:
-        if size % unit:
-            raise errors.WorkshopError(
-                f"--sizes {size}: give a multiple of {unit}, four bytes for each of {processes} "
-                "processes"
-            )
-
-
-# --- tables and pictures -------------------------------------------------------------------------
+# --- tables -------------------------------------------------------------------------------------
 
 Curve = list[tuple[int, float]]
 """Bytes of a message, and the bus bandwidth in GB/s."""
@@ -293,39 +265,20 @@ def _table(device: str, processes: int, its: dict[str, Curve]) -> Table:
     return Table(f"{LAB}: collectives, {processes} processes, {device}", header, lines, notes)
 
 
-def draw(rows: Sequence[LabRow], target: Path) -> bool:
-    """Draws bus bandwidth by size and the link's limit, a panel for each device and number of
-    processes; returns whether there was something to draw."""
-    found = curves(rows)
-    if not found:
-        return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(
-        1, len(found), figsize=(1 + 6 * len(found), 4.5), layout="constrained", squeeze=False
-    )
-    for axis, ((device, n), its) in zip(axes[0], found.items(), strict=True):
-        for (name, curve), look in zip(its.items(), (("s", "#D55E00"), ("D", "#009E73"),
-                                                     ("o", "#0072B2")), strict=False):  # fmt: skip
-            axis.plot(*zip(*curve, strict=True), marker=look[0], color=look[1], label=name)
-        if limit := link_limit(device):
-            axis.axhline(limit, color="black", linestyle="--", label=f"link, {limit:,.0f} GB/s")
-        axis.set_xscale("log", base=2)
-        ticks = sorted({size for curve in its.values() for size, _ in curve})[::2]
-        axis.set_xticks(ticks, map(size_text, ticks))
-        axis.set_ylim(bottom=0)
-        axis.set_xlabel("message")
-        axis.set_ylabel("bus bandwidth, GB/s")
-        axis.set_title(f"{n} processes, {device}", loc="left")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
-    with results.atomic_path(target) as path:
-        figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return True
+def summary(rows: Iterable[LabRow]) -> Table:
+    """Bus bandwidth by size, a column for each collective of each device and number of processes;
+    of several rows of one message the last."""
+    found = {
+        f"{device}, {n}: {name}": dict(curve)
+        for (device, n), its in curves(rows).items()
+        for name, curve in its.items()
+    }
+    sizes = sorted({size for curve in found.values() for size in curve})
+    lines = [
+        Line([size_text(size), *(number(curve.get(size), ",.1f") for curve in found.values())])
+        for size in sizes
+    ]
+    return Table("Bus bandwidth in GB/s", ("message", *found), lines)
 
 
 if __name__ == "__main__":

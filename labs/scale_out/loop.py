@@ -27,14 +27,12 @@ from workshop.gate import canonical
 from workshop.gate.audit import summary
 from workshop.labs import LabRun
 from workshop.results import FAIL, NOT_AUDITED, PASS
-from workshop.run import flops, lab_record, markers, memory, presets, startup, trainer
+from workshop.run import flops, lab_record, markers, presets, startup, trainer
 from workshop.run.timing import StepClock, median, spread
 
 _PROGRESS_LINES = 10
 HIDDEN = ("--output-dir", "--checkpoints", "--text-file", "--local_rank", "--trace")
 VERDICTS = {"pass": PASS, "fail": FAIL, "not run": f"{NOT_AUDITED}: figures unverified"}
-_PHASED = 5
-"""Steps whose phases are timed."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -84,8 +82,8 @@ def _prove_and_train(job: Job) -> int:
     _record_training(job, record, training)
     why_not = _why_not_audited(job, record, start, settings)
     trained = None if why_not else audit.record(job, strategy)
-    if arguments.trace:
-        _look_inside(job, record, training)
+    if arguments.trace and job.group.size > 1:
+        record.metrics |= trace.record(training, job.group, arguments.trace)
     del strategy, optimizer, training  # V1 needs their memory
     _release_memory()
     record.audit.why = why_not
@@ -303,23 +301,10 @@ class Training(trainer.Runner):
         """Losses of all steps since the training's first, each the mean over all processes."""
         return self.before + groups.mean(self.losses()).tolist()
 
-    def memory_mb(self) -> dict[str, float | str]:
-        found = super().memory_mb()
-        for what in ("peak", "rest"):
-            found[what] = float(found[what]) + self.strategy.unseen_bytes / memory.MB
-        return found
-
     def once_more(self, range_: markers.Range) -> None:
         """Trains the last batch again, as a timed step does, in a marker range."""
         self.done = len(self._batches) - 1
         self.marked_step(lambda _: self._step(), range_)
-
-    def phases_ms(self) -> dict[str, float]:
-        """The median times of forward, backward and optimizer, measured after the timed steps."""
-        self.done = max(0, len(self._batches) - _PHASED)
-        parts = self.phases(len(self._batches) - self.done)
-        names = ("forward_ms", "backward_ms", "optimizer_ms")
-        return dict(zip(names, map(median, parts), strict=True))
 
     def _mark(self) -> int:
         self._clock.mark()
@@ -375,7 +360,6 @@ def _new_record(job: Job, data_record: dict[str, str | int]) -> LabRun:
             "compile": asked.compile_mode,
             "cuda_graph": asked.cuda_graph,
             "reduce_dtype": arguments.reduce_dtype,
-            "bucket_mb": arguments.bucket_mb,
             "learning_rate": arguments.learning_rate,
             "seed": arguments.seed,
             "data": data_record["name"],
@@ -409,7 +393,6 @@ def variant_of(
     words += [f"{arguments.accumulate} parts"] * (arguments.accumulate > 1)
     words += [precision] + ["compiled"] * (compile_mode != "none")
     words += ["gradients in bf16"] * (arguments.reduce_dtype == "bf16")
-    words += [f"{arguments.bucket_mb} MiB buckets"] * bool(arguments.bucket_mb)
     return ", ".join([*words, *["graph"] * cuda_graph])
 
 
@@ -427,18 +410,6 @@ def _record_training(job: Job, record: LabRun, training: Training) -> None:
         of_processes = groups.of_all(training.memory_mb())
         record.memory_mb = max(of_processes, key=lambda parts: float(parts["peak"]))
     record.plausibility = labs.implausible(record, job.group.size)
-
-
-def _look_inside(job: Job, record: LabRun, training: Training) -> None:
-    """Records one process's phases, if they can be measured apart; for several, the communication
-    in rank 0's trace."""
-    if job.group.size == 1:
-        # With parts a phase would run several times in a step. FSDP2's side streams run across the
-        # phases' boundaries, so that these can't be captured apart.
-        apart = job.accumulate == 1 and not (job.strategy == "fsdp" and job.asked.cuda_graph)
-        record.metrics |= training.phases_ms() if apart else {}
-    else:
-        record.metrics |= trace.record(training, job.group, job.arguments.trace)
 
 
 def _finish(job: Job, record: LabRun) -> int:

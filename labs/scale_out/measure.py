@@ -5,8 +5,7 @@
 
 Weak scaling: each process has the batch that one has alone. Strong: they share that batch. Each run
 is a group of processes of its own, through train.py, its gate and its audit; their order
-alternates. The bandwidth of the collectives is measured as well. From it and from one process a
-model predicts the step's time, for up to 1,024 GPUs.
+alternates. The bandwidth of the collectives is measured as well.
 """
 
 import argparse
@@ -30,22 +29,22 @@ if __name__ == "__main__":
 
 import torch
 
-from labs.scale_out import audit, collectives, loop, prediction, proof, request, scaling, strategies
+from labs import shared
+from labs.scale_out import audit, collectives, loop, proof, request, scaling, strategies
 from workshop import errors, labs, records, results, versions
 from workshop.arguments import count, parse
-from workshop.compare import lab_table, tables
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.gate.parity import Setting
 from workshop.judge import studies
 from workshop.labs import LabRun
 from workshop.request import execution, schedule
-from workshop.run import hardware, interpreter, lab_record, presets, timing
+from workshop.run import hardware, interpreter, lab_record, presets
 from workshop.run.data import Source
 from workshop.run.precision import get_precision
 
 PROGRAM = Path(__file__).with_name("train.py")
 TRAININGS = {
-    "cuda": ("v1:ddp", "v2:ddp", "v3:ddp", "v3:p2p:graph", "v4:ddp", "v4:fsdp",
+    "cuda": ("v1:ddp", "v2:ddp", "v3:ddp", "v3:ddp:graph", "v4:ddp", "v4:fsdp",
              "v4:fsdp:graph", "v4:zero1", "v4:zero2", "v2:zero3",
              "hf:accelerate-ddp", "hf:accelerate-fsdp"),
     "cpu": ("v2:ddp", "v2:fsdp", "hf:accelerate-ddp"),
@@ -100,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
         "interrupted.",
     )
     add = parser.add_argument
+    number = functools.partial(add, type=count, metavar="N")
     add(
         "--config",
         nargs="+",
@@ -115,45 +115,23 @@ def build_parser() -> argparse.ArgumentParser:
         "v4:fsdp:graph that of one and of several "
         f"(default: {' '.join(TRAININGS['cuda'])}, CPU {' '.join(TRAININGS['cpu'])})",
     )
-    add(
+    number(
         "--processes",
         nargs="+",
-        type=count,
-        metavar="N",
         help="numbers of processes; 1 is always measured (default: 1 2 4 ... up to the GPUs of "
         "this machine, CPU 1 2)",
     )
     add("--scaling", nargs="+", choices=SCALINGS, default=SCALINGS, help="default: both")
-    add(
-        "--batch-size",
-        type=count,
-        metavar="N",
-        help="sequences of one process alone (default: the preset's)",
-    )
-    add("--repeats", type=count, default=3, metavar="N", help="runs of each case (default 3)")
-    add(
-        "--jobs",
-        type=count,
-        default=1,
-        metavar="N",
-        help="groups that start at the same time, and must fit together into the GPUs' memory; "
-        "gates, compilers and warm-ups run one group after the other, and each is timed alone "
-        "(default 1)",
-    )
+    number("--batch-size", help="sequences of one process alone (default: the preset's)")
+    shared.add_repeats(add)
     add(
         "--collectives",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="measure their bandwidth, which the model of the step's time needs (default: yes)",
+        help="measure their bandwidth (default: yes)",
     )
     add("--device", default="auto", help="auto, cpu or cuda (default auto: GPU if any)")
-    add(
-        "--output-dir",
-        type=Path,
-        default=results.DEFAULT_FOLDER / request.LAB,
-        metavar="FOLDER",
-        help=f"default: results/{request.LAB} of this checkout",
-    )
+    shared.add_output_dir(add, request.LAB)
     add(
         "--session",
         metavar="NAME",
@@ -187,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    errors.require("rich", "matplotlib")
+    errors.require("rich")
     device = hardware.get_device(arguments.device)
     sizes = _sizes(arguments.processes, device)
     todo = cases(arguments, device, sizes)
@@ -197,24 +175,16 @@ def measure(arguments: argparse.Namespace) -> int:
     stored = records.path_in(folder, session)
     if arguments.session and not stored.exists():
         raise WorkshopError(f"--session {session}: there is no {stored}")
-    interrupted = False
     with tempfile.TemporaryDirectory() as scratch:
         source = Source(asked.data, asked.text_file)
         study = Study(device, session, folder, Path(scratch), arguments.flags, asked, source)
-        try:
-            print(f"cases: {len(todo)}, runs of each: {arguments.repeats}", flush=True)
-            for run in _runs(arguments, study, todo):
-                print(f"{run.subject}, {run.variant}: {_outcome(run)}", flush=True)
-        except KeyboardInterrupt:
-            interrupted = True
-    runs = records.load_runs(stored, LabRun)
-    if interrupted and not runs:
-        raise KeyboardInterrupt
-    status = show(runs, folder)
-    if interrupted:
-        print("interrupted: the tables hold what was completed", file=sys.stderr)
-        return errors.INTERRUPTED
-    return status
+        print(f"cases: {len(todo)}, runs of each: {arguments.repeats}", flush=True)
+        measured = _runs(arguments, study, todo)
+        _, interrupted = shared.told(measured, lambda run: shared.ms_and_gate(run, "a step"))
+    runs = records.load_runs(stored, LabRun)  # with those of earlier commands
+    rows = [row for group in labs.newest(runs) for row in group]
+    shared.show(scaling.tables_of(rows), rows, folder / "scaling.md")
+    return shared.status_of(rows, interrupted)
 
 
 def _parse_flags(flags: Sequence[str]) -> argparse.Namespace:
@@ -274,9 +244,8 @@ def cases(arguments: argparse.Namespace, device: torch.device, sizes: Sequence[i
 
 
 def _alone(training: Training) -> Training:
-    """The training in one process: `p2p` becomes `ddp`, so that it is measured once."""
-    version, strategy, graph = training
-    return Training(version, strategy.replace("p2p", "ddp"), graph and strategy == "fsdp")
+    """The training in one process, which with `ddp` is the version itself."""
+    return training._replace(graph=training.graph and training.strategy == "fsdp")
 
 
 def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iterator[LabRun]:
@@ -287,15 +256,14 @@ def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iter
         if reason := missing(case.training, study.device):
             left.remove(case)
             yield _plan(study, case, 0).skipped(reason)
-    for repeat in range(arguments.repeats):
-        if arguments.collectives:
-            yield from studies.in_turns([_plan_collectives(study, n) for n in sizes], 1)
-        ordered = left[:: 1 - 2 * (repeat % 2)]
-        plans = [_plan(study, case, repeat, alone[_of(case)]) for case in ordered]
-        for case, run in zip(ordered, studies.in_turns(plans, arguments.jobs), strict=True):
-            if run.status != "complete":
-                left.remove(case)
-            yield run
+    if arguments.collectives:
+        plans = [_plan_collectives(study, n) for _ in range(arguments.repeats) for n in sizes]
+        yield from studies.in_turns(plans, 1)
+
+    def plan(case: Case, repeat: int) -> studies.Plan:
+        return _plan(study, case, repeat, alone[_of(case)])
+
+    yield from shared.alternating(left, arguments.repeats, plan, arguments.jobs)
 
 
 def _of(case: Case) -> tuple[str, Training]:
@@ -326,7 +294,7 @@ def _variant(study: Study, case: Case) -> str:
 def _execution(study: Study, case: Case) -> tuple[str, bool]:
     """The mode of torch.compile, and whether the step is captured."""
     version, strategy, graph = case.training
-    alone = strategy in strategies.PLAIN and case.size == 1
+    alone = strategy == "ddp" and case.size == 1
     compile_mode = study.asked.compile or ("none" if strategy == "zero3" else None)
     return execution(
         versions.get_version(version), compile_mode, graph or (None if alone else False),
@@ -403,34 +371,8 @@ def launcher(size: int) -> list[str]:
 
 def _plan_collectives(study: Study, size: int) -> studies.Plan:
     command = [collectives.__file__, "--device", study.device.type]
-    planned = collectives.new_records(study.device, study.session, size, (), command)
+    planned = collectives.new_records(study.device, study.session, size, command)
     return studies.Plan([*launcher(size), *command], planned, study.folder)
-
-
-def _outcome(run: LabRun) -> str:
-    if run.status != "complete":
-        return run.failure
-    return f"{timing.median(run.step_ms):.2f} ms; verdict {run.gate.status}"
-
-
-def show(runs: Sequence[LabRun], folder: Path) -> int:
-    """Prints and writes the tables of a session, and draws all runs in the folder of its device;
-    returns the exit status."""
-    rows = [row for group in labs.newest(runs) for row in group]
-    shown = scaling.tables_of(rows)
-    tables.print_tables(shown)
-    results.write_text(folder / "scaling.md", tables.markdown(shown))
-    written = [folder / "scaling.md"]
-    stored = records.load_folder(folder, LabRun)
-    drawn = [row for session in scaling.sessions(stored)[rows[0].device] for row in session]
-    for name, draw in (("collectives", collectives.draw), ("prediction", prediction.draw)):
-        if draw(drawn, folder / f"{name}.png"):
-            written.append(folder / f"{name}.png")
-    print(f"Written: {', '.join(map(str, written))}")
-    print(f"Result file: {records.path_in(folder, runs[0].session)}")
-    for alarm in lab_table.alarms(rows):
-        print(alarm, file=sys.stderr)
-    return errors.ANSWER_IS_NO if any(row.failed for row in rows) else errors.DONE
 
 
 if __name__ == "__main__":

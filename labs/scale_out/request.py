@@ -1,14 +1,15 @@
 """The command line of a training in several processes, and its checks."""
 
 import argparse
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from labs import shared
 from labs.scale_out import group as groups
 from labs.scale_out import strategies
 from labs.scale_out.group import Group
@@ -26,9 +27,6 @@ _SHARED = (
     *("learning_rate", "seed", "precision", "data", "text_file", "compile"),
 )
 """Flags that are passed on to the version."""
-QUEUES = "32"
-"""A GPU's queues for `p2p`, the most there can be. With CUDA's 8 the small memset with which a
-product of cuBLAS begins can wait in one queue behind copies to other GPUs."""
 PEER = "hf"
 """The version that the peers' strategies train."""
 _CAPTURING = ("reduce-overhead", "max-autotune")
@@ -53,14 +51,17 @@ class Job:
     group: Group
     strategy: str
     accumulate: int
-    sending: strategies.Sending
+    reduce_dtype: torch.dtype
+    """Of the gradients that ddp and fsdp send."""
     checkpoints: Path
     arguments: argparse.Namespace
     turn: Turn
 
     def make_strategy(self, asked: request.Request) -> strategies.Strategy:
         """The job's strategy for a request, its own or another one."""
-        return strategies.make(self.strategy, asked, self.accumulate, self.group.size, self.sending)
+        return strategies.make(
+            self.strategy, asked, self.accumulate, self.group.size, self.reduce_dtype
+        )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -78,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_training(add: Add) -> None:
+    number = partial(add, type=count, metavar="N")
     usual = request.USUAL
     add(
         "--version",
@@ -92,26 +94,16 @@ def _add_training(add: Add) -> None:
         help=f"{', '.join(presets.PRESETS)}: model, batch size and sequence length (default: tiny "
         "without a GPU, else small)",
     )
-    add(
+    number(
         "--num-layers",
-        type=count,
-        metavar="N",
         help="of the model (default: the preset's); the gate needs more memory than the training",
     )
-    add(
-        "--batch-size",
-        type=count,
-        metavar="N",
-        help="sequences a step, of all processes together (default: the preset's)",
+    number(
+        "--batch-size", help="sequences a step, of all processes together (default: the preset's)"
     )
-    add("--seq-len", type=count, metavar="N", help="tokens of a sequence (default: the preset's)")
-    add("--num-steps", type=count, metavar="N", help=f"timed steps (default {usual.timed})")
-    add(
-        "--warmup-steps",
-        type=count,
-        metavar="N",
-        help=f"trained before the clock starts (default {usual.warmup})",
-    )
+    number("--seq-len", help="tokens of a sequence (default: the preset's)")
+    number("--num-steps", help=f"timed steps (default {usual.timed})")
+    number("--warmup-steps", help=f"trained before the clock starts (default {usual.warmup})")
     add("--learning-rate", type=float, default=3e-4, metavar="X", help="AdamW's (default 0.0003)")
     add("--seed", type=int, default=42, help="of weights and batches (default 42)")
     add("--precision", default="auto", help="fp32, tf32, bf16 or auto (default auto: bf16 on a "
@@ -133,8 +125,8 @@ def _add_training(add: Add) -> None:
     add(
         "--cuda-graph",
         action=argparse.BooleanOptionalAction,
-        help="capture the whole step, with ddp, p2p and fsdp also in several processes (default: "
-        "the version's in one process with ddp and p2p, else no)",
+        help="capture the whole step, with ddp and fsdp also in several processes (default: the "
+        "version's in one process with ddp, else no)",
     )
     add("--no-gate", action="store_true", help="skip gate and audit: the result says so")
 
@@ -161,13 +153,6 @@ def _add_processes(add: Add) -> None:
         "fp32)",
     )
     add(
-        "--bucket-mb",
-        type=count,
-        metavar="N",
-        help="size of ddp's gradient buckets in MiB (default: PyTorch's, 25, and 1 for the first), "
-        "or of what p2p updates at once (default 32)",
-    )
-    add(
         "--device",
         default="auto",
         help="auto, cpu or cuda: each process takes one GPU (default auto: GPU if any)",
@@ -176,16 +161,15 @@ def _add_processes(add: Add) -> None:
 
 
 def _add_files(add: Add) -> None:
+    folder = partial(add, type=Path, metavar="FOLDER")
     add(
         "--save-every",
         type=count,
         metavar="N",
         help="save a checkpoint every N steps, and after the last (default: none)",
     )
-    add(
+    folder(
         "--checkpoints",
-        type=Path,
-        metavar="FOLDER",
         help="of the checkpoints, on storage that all machines see (default: "
         "results/scale_out/checkpoints of this checkout)",
     )
@@ -195,35 +179,25 @@ def _add_files(add: Add) -> None:
         help="continue from the newest complete checkpoint there, with any number of processes "
         "and any strategy; after a restart by torchrun or Slurm this happens without the flag",
     )
-    add(
-        "--output-dir",
-        type=Path,
-        default=results.DEFAULT_FOLDER / LAB,
-        metavar="FOLDER",
-        help="for the result file (default: results/scale_out of this checkout)",
-    )
+    shared.add_output_dir(add, LAB)
     add(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="when the clock has stopped, write a torch.profiler trace of rank 0 (.json.gz), and "
-        "the share of communication into the result; one process has no trace, but the times of "
-        "its phases in the result, if they can be measured apart",
+        help="with several processes, when the clock has stopped: write a torch.profiler trace of "
+        "rank 0 (.json.gz), and the share of communication into the result",
     )
     add("--candidate", action="store_true", help=argparse.SUPPRESS)  # of measure.py
 
 
 def check(arguments: argparse.Namespace) -> Job:
-    """Turns arguments into a job. For `p2p` sets the number of the GPU's queues, which CUDA reads
-    when it starts.
+    """Turns arguments into a job.
 
     Raises:
         WorkshopError: something is wrong with them, or with how the processes were started.
         NotOnThisMachine: the version or the strategy needs a package that is missing.
     """
     group = groups.find()
-    if arguments.strategy == "p2p":
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES)
     errors.require(*strategies.packages(arguments.strategy))
     if (arguments.strategy in strategies.PEERS) != (arguments.version == PEER):
         raise WorkshopError(
@@ -235,14 +209,14 @@ def check(arguments: argparse.Namespace) -> Job:
     if arguments.checkpoints and not (arguments.save_every or arguments.resume):
         raise WorkshopError("--checkpoints needs --save-every N or --resume")
     _check_strategy_flags(arguments, group)
-    alone = arguments.strategy in strategies.PLAIN and group.size == 1
+    alone = arguments.strategy == "ddp" and group.size == 1
     words = [f"--device={groups.device_name(group, arguments.device)}"]
     for name in _SHARED:
         if (value := getattr(arguments, name)) is not None:
             words.append(f"--{name.replace('_', '-')}={value}")
     if arguments.cuda_graph is not None or not alone:
         words.append("--cuda-graph" if arguments.cuda_graph else "--no-cuda-graph")
-    if version.key == "v3" and arguments.strategy not in strategies.PLAIN:
+    if version.key == "v3" and arguments.strategy != "ddp":
         words.append("--no-fuse-optimizer")  # its kernels read whole weights at fixed addresses
     parser = request.build_parser(version, module)
     asked = request.check_arguments(version, module, parser.parse_args(words))
@@ -274,32 +248,30 @@ def check(arguments: argparse.Namespace) -> Job:
             f"{max(1, asked.batch_size // parts) * parts}, for example"
         )
     folder = arguments.checkpoints or CHECKPOINTS
-    low = arguments.reduce_dtype == "bf16"
-    sending = strategies.Sending(torch.bfloat16 if low else torch.float32, arguments.bucket_mb)
+    reduce_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.reduce_dtype]
     turn = Turn(arguments.candidate and group.is_first)
     return Job(
-        asked, group, arguments.strategy, arguments.accumulate, sending, folder, arguments, turn
+        asked,
+        group,
+        arguments.strategy,
+        arguments.accumulate,
+        reduce_dtype,
+        folder,
+        arguments,
+        turn,
     )
 
 
 def _check_strategy_flags(arguments: argparse.Namespace, group: Group) -> None:
     """Raises WorkshopError for a flag that the strategy does not support."""
     strategy = arguments.strategy
-    if arguments.bucket_mb and strategy not in strategies.PLAIN:
-        raise WorkshopError(
-            f"--bucket-mb: --strategy {strategy} has no such buckets; use ddp or p2p"
-        )
     if arguments.reduce_dtype != "fp32" and strategy not in ("ddp", "fsdp"):
         raise WorkshopError(
             f"--reduce-dtype: --strategy {strategy} chooses it itself; use ddp or fsdp"
         )
-    if strategy == "p2p" and group.size > group.local_size:
-        raise WorkshopError("--strategy p2p: its GPUs must be in one machine; use ddp")
     if arguments.cuda_graph and strategy not in strategies.CAPTURED:
-        raise WorkshopError(
-            f"--cuda-graph: --strategy {strategy} is not captured; use ddp, p2p or fsdp"
-        )
-    if arguments.compile in _CAPTURING and (strategy not in strategies.PLAIN or group.size > 1):
+        raise WorkshopError(f"--cuda-graph: --strategy {strategy} is not captured; use ddp or fsdp")
+    if arguments.compile in _CAPTURING and (strategy != "ddp" or group.size > 1):
         where = f"--strategy {strategy} in {group.size} process{'es' * (group.size > 1)}"
         raise WorkshopError(
             f"--compile {arguments.compile} captures graphs of its own, and {where} can't; use "

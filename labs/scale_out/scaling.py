@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from labs.scale_out import collectives, prediction
+from labs.scale_out import collectives, strategies
 from labs.scale_out.request import LAB
 from workshop import labs
 from workshop.compare import lab_table
@@ -39,12 +39,8 @@ def sessions(runs: Iterable[LabRun]) -> dict[str, list[list[LabRow]]]:
     return found
 
 
-def tables_of(rows: Sequence[LabRow], of_device: Sequence[LabRow] = ()) -> list[Table]:
-    """The tables of a session's rows that are not empty.
-
-    Args:
-        of_device: rows in which the model of a step finds the links' bandwidth, if not in `rows`.
-    """
+def tables_of(rows: Sequence[LabRow]) -> list[Table]:
+    """The tables of a session's rows that are not empty."""
     trained = [row for row in rows if row.first.unit == "tokens"]
     subjects = [*dict.fromkeys(row.first.subject for row in trained)]
     found = [
@@ -54,9 +50,7 @@ def tables_of(rows: Sequence[LabRow], of_device: Sequence[LabRow] = ()) -> list[
         )
         for subject in subjects
     ]
-    found += collectives.tables_of(rows)
-    checks = prediction.checks(rows, of_device)
-    return found + ([prediction.check_table(checks)] if checks else [])
+    return found + collectives.tables_of(rows)
 
 
 def scaling_table(rows: Sequence[LabRow], notes: Sequence[str]) -> Table:
@@ -67,6 +61,37 @@ def scaling_table(rows: Sequence[LabRow], notes: Sequence[str]) -> Table:
     skipped = dict.fromkeys(f"{training_of(row)}: {row.note()}" for row in rows if row.note())
     title = f"{LAB}: {first.first.subject}, {first.device}"
     return Table(title, HEADER, lines, [*notes, *skipped], left=(0, 2, 10), wraps=(0, 5))
+
+
+def summary(device: str, sessions: Iterable[Sequence[LabRow]]) -> Table:
+    """The newest row of each training, number of processes and scaling, of one device, but for
+    strategies that the lab no longer has. A row's one process is that of its own session."""
+    newest: dict[tuple[str, str, int, str], list[str]] = {}
+    for rows in sessions:
+        for row in rows:
+            run = row.first
+            if run.unit != "tokens" or run.processes == 1 or run.status == "skipped":
+                continue
+            if run.options["strategy"] not in strategies.NAMES:
+                continue
+            its = [one for one in rows if one.first.subject == run.subject]
+            name, n, scaling, batch, *measured, _, verdict = cells(row, its)
+            one, model = alone(row, its), run.subject.split(",")[0]
+            alone_ms = number(one.step_ms if one else None, ",.2f")
+            newest[model, name, n, scaling] = [
+                model,
+                name,
+                n,
+                scaling,
+                batch,
+                alone_ms,
+                *measured,
+                verdict,
+                run.git_commit[:7],
+            ]
+    header = ("model", *HEADER[:4], "ms of one process", *HEADER[4:-2], HEADER[-1], "commit")
+    found = [Line(newest[key]) for key in sorted(newest)]
+    return Table(device, header, found, left=(0, 1, 3, 11, 12))
 
 
 def in_order(rows: Sequence[LabRow]) -> list[LabRow]:

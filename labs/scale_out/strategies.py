@@ -3,7 +3,6 @@ modules, and the step that all of them share.
 
 What a strategy splits over the processes, besides the batch:
     ddp     nothing: each has all weights, and the gradients are averaged
-    p2p     AdamW's moments: GPUs write into each other's memory (peer_to_peer.py)
     fsdp    weights, gradients and AdamW's moments (PyTorch's fully_shard)
     zero1   AdamW's moments            (DeepSpeed)
     zero2   moments and gradients
@@ -14,7 +13,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,15 +32,6 @@ orders its buckets in the second, and times the first ten with events."""
 Weights = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Sending:
-    """How gradients are sent."""
-
-    dtype: torch.dtype = torch.float32
-    bucket_mb: int | None = None
-    """MiB of DDP's buckets, or of `p2p`'s parts; None for the default."""
-
-
 class Strategy(nn.Module):
     """A version's model, and how several processes train it. This class itself is for one process.
 
@@ -52,7 +41,8 @@ class Strategy(nn.Module):
     Args:
         asked: the run; its batch size is that of all processes together.
         accumulate: parts of a process's batch that run one after the other before an update.
-        sending: how gradients are sent, for engines that have a choice.
+        reduce_dtype: the dtype in which gradients are sent, for engines that have a choice; fp32
+            where the gate runs in fp32.
     """
 
     plain: nn.Module
@@ -61,19 +51,12 @@ class Strategy(nn.Module):
     """The module that runs the passes."""
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, asked: Request, accumulate: int, sending: Sending | None = None) -> None:
+    def __init__(
+        self, asked: Request, accumulate: int, reduce_dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
-        self.asked, self.accumulate, self.sending = asked, accumulate, sending or Sending()
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are sent: fp32 where the gate runs in fp32."""
-        return self.sending.dtype if self.asked.precision.name == "bf16" else torch.float32
-
-    @property
-    def unseen_bytes(self) -> int:
-        """Of a GPU's memory, what PyTorch's allocator does not count."""
-        return 0
+        self.asked, self.accumulate = asked, accumulate
+        self.reduce_dtype = reduce_dtype if asked.precision.name == "bf16" else torch.float32
 
     def forward(self, *batch: Tensor) -> Tensor:
         out: Tensor = self.engine(*batch)
@@ -226,7 +209,6 @@ class Ddp(Strategy):
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
         engine = nn.parallel.DistributedDataParallel(
             plain, device_ids=ids, gradient_as_bucket_view=True,
-            bucket_cap_mb=self.sending.bucket_mb,
             broadcast_buffers=False,  # RoPE's tables, the same everywhere
         )  # fmt: skip
         if self.reduce_dtype == torch.bfloat16:
@@ -254,7 +236,7 @@ def _average_in_bf16(
 class Fsdp(Strategy):
     """Each layer's weights are gathered before it runs, and freed after it. At bf16 the layers'
     weights are gathered in bf16; the shards are in fp32, and so are the sums of the gradients,
-    unless `sending` says otherwise."""
+    unless `reduce_dtype` says otherwise."""
 
     def build(self) -> nn.Module:
         model = self.asked.build_on(self.asked.device)
@@ -423,20 +405,18 @@ def missing(name: str, device: torch.device, graph: bool = False) -> str | None:
     return None
 
 
-PLAIN = ("ddp", "p2p")
-"""Those whose one process is the version itself, with its graph and its optimizer."""
-CAPTURED = (*PLAIN, "fsdp")
+CAPTURED = ("ddp", "fsdp")
 """Those that a graph can hold."""
 CAPTURES_FSDP = "2.11"
 """The PyTorch that we tried. FSDP2's copies read pinned memory; before pytorch#167507 (end of 2025)
 it could be reused, and a replay would read other data."""
 PEERS = ("accelerate-ddp", "accelerate-fsdp")
 """Hugging Face's, around their own model: peer_accelerate.py."""
-NAMES = ("ddp", "p2p", "fsdp", "zero1", "zero2", "zero3", *PEERS)
+NAMES = ("ddp", "fsdp", "zero1", "zero2", "zero3", *PEERS)
 
 
 def make(
-    name: str, asked: Request, accumulate: int, size: int, sending: Sending | None = None
+    name: str, asked: Request, accumulate: int, size: int, reduce_dtype: torch.dtype
 ) -> Strategy:
     """Makes one of NAMES, for `size` processes."""
     if name in PEERS:
@@ -446,14 +426,8 @@ def make(
     if name.startswith("zero"):
         return Zero(asked, accumulate, int(name[-1]))
     if name == "fsdp":
-        return Fsdp(asked, accumulate, sending)
-    if size == 1:
-        return Strategy(asked, accumulate, sending)
-    if name == "p2p":
-        from labs.scale_out.peer_to_peer import PeerToPeer
-
-        return PeerToPeer(asked, accumulate, sending)
-    return Ddp(asked, accumulate, sending)
+        return Fsdp(asked, accumulate, reduce_dtype)
+    return (Strategy if size == 1 else Ddp)(asked, accumulate, reduce_dtype)
 
 
 def train_step(

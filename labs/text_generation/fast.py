@@ -15,9 +15,7 @@ What a layer is made of is in plain_ops.py, in plain PyTorch, and for a GPU in t
 letters of shapes are in plain_ops.py.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -29,21 +27,14 @@ from torch import Tensor
 from labs.text_generation import plain_ops
 from labs.text_generation.engines import Answer, OnTokens, draw, uniforms
 from labs.text_generation.plain_ops import Weight
-from workshop import results
 from workshop.errors import WorkshopError, require
 from workshop.run.timing import StepClock
 
 SLOTS = 256
 """The cache's size is a multiple of it: a new size is captured anew."""
 
-ROPE_NUMBERS = {
-    "default": ("rope_theta",),
-    "llama3": (
-        *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
-        "original_max_position_embeddings",
-    ),
-}
-"""The kinds of rope that the loop knows, and the parameters that each needs."""
+ROPES = ("default", "llama3")
+"""The kinds of rope that the loop knows: Hugging Face computes their frequencies."""
 
 CHECK_EVERY = 16
 """Tokens between two looks at whether all rows have ended; each look waits for the device."""
@@ -56,24 +47,6 @@ class Layer(NamedTuple):
     post_norm: Tensor
     gate_up: Weight
     down: Weight
-
-
-@dataclass(frozen=True)
-class Config:
-    """The sizes of a Llama, read from its config.json."""
-
-    vocab: int
-    width: int
-    ffn: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    tied: bool
-    rope: dict[str, Any]
-    eos: tuple[int, ...]
-    pad: int
 
 
 # --- The model and its loop -----------------------------------------------------------------------
@@ -107,8 +80,8 @@ class Session:
 
     def __init__(self, model: "FastLlama", batch: int, slots: int, sampled: bool) -> None:
         config, device = model.config, model.device
-        shape = (batch, 2, config.kv_heads, slots, config.head_dim)  # keys, values
-        self.caches = [model.zeros(shape) for _ in range(config.layers)]
+        shape = (batch, 2, config.num_key_value_heads, slots, config.head_dim)  # keys, values
+        self.caches = [model.zeros(shape) for _ in range(config.num_hidden_layers)]
         self.tokens = model.zeros((batch, slots), torch.int64)
         self.newest = model.zeros((batch,), torch.int64)  # token
         self.slot = model.zeros((1,), torch.int64)  # of it
@@ -149,7 +122,7 @@ class Session:
 
 class FastLlama:
     """A Llama for generation, from a folder that Hugging Face's `save_pretrained` wrote. It is read
-    one tensor at a time, straight into the fused ones on the device.
+    to the CPU, and its tensors are joined on the device.
 
     Args:
         kernels: whether Triton's kernels are used. By default they are on a GPU.
@@ -157,8 +130,7 @@ class FastLlama:
 
     Raises:
         NotOnThisMachine: the kernels are wanted, and Triton is missing.
-        WorkshopError: the folder holds no Llama, or one with parts that this loop does not have, or
-            a weight is missing or has another shape than config.json says.
+        WorkshopError: the folder holds no Llama, or one with parts that this loop does not have.
     """
 
     compiled = False  # by torch.compile
@@ -172,8 +144,25 @@ class FastLlama:
         kernels: bool | None = None,
         captured: bool | None = None,
     ) -> None:
-        self.config = config = read_config(folder)
-        self.dtype, self.device, read = dtype, torch.device(device), Checkpoint(folder).read
+        from transformers import AutoModelForCausalLM
+        from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
+
+        theirs = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype="auto", local_files_only=True
+        )
+        if not isinstance(theirs, LlamaForCausalLM):
+            raise WorkshopError(
+                f"model_type {theirs.config.model_type!r}: the fast engine knows only 'llama'; "
+                "take --engine hf or static"
+            )
+        self.config = config = theirs.config
+        rope = LlamaRotaryEmbedding(config)
+        check(config, rope)
+        eos = theirs.generation_config.eos_token_id
+        self.eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        pad = theirs.generation_config.pad_token_id
+        self.pad = pad if pad is not None else (*self.eos, 0)[0]
+        self.dtype, self.device, read = dtype, torch.device(device), theirs.state_dict()
         on_gpu = self.device.type == "cuda"
         self.ops: ModuleType = plain_ops
         if on_gpu if kernels is None else kernels:
@@ -183,50 +172,36 @@ class FastLlama:
             self.ops = triton_ops
         self.captured = on_gpu if captured is None else captured
         self._session: Session | None = None
-        self.frequencies = rope_frequencies(config).to(self.device)
-        width, ffn = config.width, config.ffn
-        q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.frequencies = rope.inv_freq.to(self.device)
 
         def vector(name: str) -> Tensor:
-            return read(name, (width,)).to(self.device, dtype)
+            return read[f"{name}.weight"].to(self.device, dtype)
 
-        def fused(columns: int, prefix: str, **parts: int) -> Weight:
-            rows = sum(parts.values())
-            values = self.zeros((rows, columns), torch.uint8 if int8 else dtype)
-            scale = self.zeros((rows, 1), torch.float32) if int8 else None
-            first = 0
-            for name, count in parts.items():
-                piece = read(f"{prefix}{name}.weight", (count, columns)).to(self.device)
-                here = slice(first, first + count)
-                if scale is None:
-                    values[here] = piece
-                else:
-                    values[here], scale[here] = quantised(piece)
-                first += count
-            return Weight(values, None if scale is None else scale[:, 0])
+        def fused(*names: str) -> Weight:
+            whole = torch.cat([read[f"{name}.weight"].to(self.device) for name in names])
+            if not int8:
+                return Weight(whole.to(dtype))
+            values, scale = quantised(whole)
+            return Weight(values, scale[:, 0])
 
         self.layers = []
-        for index in range(config.layers):
+        for index in range(config.num_hidden_layers):
             layer = f"model.layers.{index}."
             attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
             self.layers.append(
                 Layer(
-                    vector(f"{layer}input_layernorm.weight"),
-                    fused(width, attention, q_proj=q_rows, k_proj=kv_rows, v_proj=kv_rows),
-                    fused(q_rows, attention, o_proj=width),
-                    vector(f"{layer}post_attention_layernorm.weight"),
-                    fused(width, mlp, gate_proj=ffn, up_proj=ffn),
-                    fused(ffn, mlp, down_proj=width),
+                    vector(f"{layer}input_layernorm"),
+                    fused(*(f"{attention}{part}_proj" for part in "qkv")),
+                    fused(f"{attention}o_proj"),
+                    vector(f"{layer}post_attention_layernorm"),
+                    fused(f"{mlp}gate_proj", f"{mlp}up_proj"),
+                    fused(f"{mlp}down_proj"),
                 )
             )
-        self.norm = vector("model.norm.weight")
-        name = "model.embed_tokens"
-        self.embedding = read(f"{name}.weight", (config.vocab, width)).to(self.device, dtype)
-        if config.tied and not int8:
-            self.head = Weight(self.embedding)
-        else:  # of an int8 model a step reads one row of the embedding, and the whole head
-            prefix, _, last = (name if config.tied else "lm_head").rpartition(".")
-            self.head = fused(width, f"{prefix}." if prefix else "", **{last: config.vocab})
+        self.norm, self.embedding = vector("model.norm"), vector("model.embed_tokens")
+        # Of an int8 model a step reads one row of the embedding, and the whole head.
+        shared = config.tie_word_embeddings and not int8
+        self.head = Weight(self.embedding) if shared else fused("lm_head")
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
@@ -241,7 +216,7 @@ class FastLlama:
 
     def _pass(self, x: Tensor, attend: Callable[[Tensor, Tensor], Tensor], s: Session) -> Tensor:
         """All layers, on rows x (M, C)."""
-        ops, eps = self.ops, self.config.eps
+        ops, eps = self.ops, self.config.rms_norm_eps
         for layer, cache in zip(self.layers, s.caches, strict=True):
             qkv = ops.project(x, layer.input_norm, layer.qkv, eps)
             x = ops.add_product(x, attend(qkv, cache), layer.out)
@@ -279,7 +254,7 @@ class FastLlama:
         """From the last rows (B, C): writes the next token behind `slot`, which then is its slot;
         the likeliest one, or one drawn by `draws`."""
         s, ops = session, self.ops
-        logits: Tensor = ops.project(x, self.norm, self.head, self.config.eps)
+        logits: Tensor = ops.project(x, self.norm, self.head, self.config.rms_norm_eps)
         s.slot.add_(1)
         if s.draws is None:
             token = ops.likeliest(logits)
@@ -339,9 +314,9 @@ class FastLlama:
     def _until_end(self, new: Tensor) -> tuple[Tensor, bool]:
         """The new tokens with padding behind each row's end of sequence, and whether all ended.
         Waits for the device."""
-        ends = torch.isin(new, torch.tensor(self.config.eos, device=new.device, dtype=new.dtype))
+        ends = torch.isin(new, torch.tensor(self.eos, device=new.device, dtype=new.dtype))
         ended = ends.cumsum(1) - ends.long() > 0
-        return new.masked_fill(ended, self.config.pad), bool(ends.any(1).all())
+        return new.masked_fill(ended, self.pad), bool(ends.any(1).all())
 
 
 # --- From the folder ------------------------------------------------------------------------------
@@ -355,117 +330,22 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scale).round().add(128).to(torch.uint8), scale
 
 
-def rope_frequencies(config: Config) -> Tensor:
-    """Turns of each pair of a head's dimensions in one position (D / 2,), in radians, fp32."""
-    rope, exponents = config.rope, torch.arange(0, config.head_dim, 2) / config.head_dim
-    frequencies = 1.0 / rope["rope_theta"] ** exponents
-    if rope["rope_type"] == "default":
-        return frequencies
-    # llama3: waves longer than the old context are stretched by `factor`, short ones are kept, and
-    # those between are mixed.
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    waves_in_context = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    kept = ((waves_in_context - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / rope["factor"])
+def check(config: Any, rope: Any) -> None:
+    """Raises WorkshopError for a model with parts that this loop does not have.
 
-
-def read_rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """The rope's parameters in a config.json, completed as Hugging Face does. Older files have
-    rope_theta beside rope_scaling, and its kind under "type"."""
-    rope = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
-    rope.setdefault("rope_type", rope.get("type", "default"))
-    rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
-    length = "original_max_position_embeddings"
-    rope.setdefault(length, raw.get("max_position_embeddings", 2048))
-    return rope | {length: raw.get(length, rope[length])}
-
-
-def read_config(folder: Path) -> Config:
-    """Raises WorkshopError for a model with parts that this loop does not have."""
-    raw = results.read_json(folder / "config.json")
-    rope = read_rope(raw)
+    Args:
+        rope: Hugging Face's LlamaRotaryEmbedding.
+    """
     for part, found, known in (
-        ("model_type", raw.get("model_type"), ("llama",)),
-        ("hidden_act", raw.get("hidden_act", "silu"), ("silu",)),
-        ("rope_type", rope["rope_type"], tuple(ROPE_NUMBERS)),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1), (1,)),
-        ("attention_bias", raw.get("attention_bias", False), (False,)),
-        ("mlp_bias", raw.get("mlp_bias", False), (False,)),
-        ("quantization_config", raw.get("quantization_config"), (None,)),
+        ("hidden_act", config.hidden_act, ("silu",)),
+        ("rope_type", rope.rope_type, ROPES),
+        ("rotated dimensions of a head", 2 * len(rope.inv_freq), (config.head_dim,)),
+        ("attention_bias", config.attention_bias, (False,)),
+        ("mlp_bias", config.mlp_bias, (False,)),
+        ("quantization_config", getattr(config, "quantization_config", None), (None,)),
     ):
         if found not in known:
             raise WorkshopError(
-                f"{folder / 'config.json'}: {part} {found!r}: the fast engine knows only "
-                f"{' and '.join(map(repr, known))}; take --engine hf or static"
+                f"{part} {found!r}: the fast engine knows only {' and '.join(map(repr, known))}; "
+                "take --engine hf or static"
             )
-    for name in ROPE_NUMBERS[rope["rope_type"]]:
-        if not isinstance(rope.get(name), (int, float)):
-            raise WorkshopError(
-                f"{folder / 'config.json'}: the {rope['rope_type']} rope's {name} is "
-                f"{rope.get(name)!r}: expected a number"
-            )
-    path = folder / "generation_config.json"
-    ends = {**raw, **(results.read_json(path) if path.exists() else {})}
-    eos = ends.get("eos_token_id")
-    eos = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-    pad = ends.get("pad_token_id")
-    try:
-        heads, width = raw["num_attention_heads"], raw["hidden_size"]
-        return Config(
-            vocab=raw["vocab_size"],
-            width=width,
-            ffn=raw["intermediate_size"],
-            layers=raw["num_hidden_layers"],
-            heads=heads,
-            kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or width // heads,
-            eps=raw.get("rms_norm_eps", 1e-6),
-            tied=raw.get("tie_word_embeddings", False),
-            rope=rope,
-            eos=eos,
-            pad=pad if pad is not None else (*eos, 0)[0],
-        )
-    except KeyError as error:
-        raise WorkshopError(f"{folder / 'config.json'} has no {error.args[0]}") from None
-
-
-class Checkpoint:
-    """The safetensors files of a folder, one or several with an index."""
-
-    def __init__(self, folder: Path) -> None:
-        require("safetensors")
-        import safetensors
-
-        self.folder = folder
-        index = folder / "model.safetensors.index.json"
-        names = {"model.safetensors"}
-        if index.exists():
-            names = set(results.read_json(index).get("weight_map", {}).values())
-        self.files: dict[str, Any] = {}
-        for name in sorted(names):
-            try:
-                opened = safetensors.safe_open(folder / name, framework="pt")
-            except FileNotFoundError:
-                raise WorkshopError(
-                    f"{folder / name} is missing: the model's weights are not complete; copy the "
-                    "folder again"
-                ) from None
-            except (OSError, safetensors.SafetensorError) as error:
-                raise WorkshopError(f"{folder / name} can't be read: {error}") from None
-            self.files |= dict.fromkeys(opened.keys(), opened)
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Raises WorkshopError where the tensor is missing or has another shape."""
-        if name not in self.files:
-            raise WorkshopError(
-                f"{self.folder}: {name} is in no safetensors file: the model's weights are not "
-                "complete; copy the folder again"
-            )
-        found = tuple(self.files[name].get_slice(name).get_shape())
-        if found != shape:
-            raise WorkshopError(
-                f"{self.folder}: {name} is {found}, by config.json {shape}: they belong to "
-                "different models"
-            )
-        tensor: Tensor = self.files[name].get_tensor(name)
-        return tensor

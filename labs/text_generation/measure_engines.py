@@ -31,17 +31,18 @@ if __name__ == "__main__":
 
 import torch
 
+from labs import shared
 from labs.text_generation import export, models, prompts, proof, request
 from labs.text_generation.models import Loaded
-from workshop import errors, labs, records, results
+from workshop import errors, labs, results
 from workshop.arguments import count, parse
-from workshop.compare import lab_table, tables
+from workshop.compare import lab_table
 from workshop.compare.tables import Line, Table, number
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge import studies
 from workshop.judge.pipe import Closed
 from workshop.labs import LabRow, LabRun
-from workshop.run import hardware, lab_record, timing
+from workshop.run import hardware, lab_record
 from workshop.run.precision import get_precision, set_arithmetic
 from workshop.run.torchvision import make_importable
 
@@ -101,6 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
         "is missing on\nthis machine, 130 interrupted.",
     )
     add = parser.add_argument
+    number = functools.partial(add, type=count, metavar="N")
     add(
         "--engines",
         nargs="+",
@@ -109,38 +111,21 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"of {', '.join(map(repr, ENGINES))} (default: all)",
     )
-    add("--batch-sizes", nargs="+", type=count, default=[1, 8], metavar="N", help="default 1 8")
-    for name, default in (("prompt-tokens", 128), ("num-tokens", 128), ("repeats", 3)):
-        add(f"--{name}", type=count, default=default, metavar="N", help=f"default {default}")
-    add(
+    number("--batch-sizes", nargs="+", default=[1, 8], help="default 1 8")
+    for name, default in (("prompt-tokens", 128), ("num-tokens", 128)):
+        number(f"--{name}", default=default, help=f"default {default}")
+    number(
         "--long-prompt-tokens",
-        type=count,
-        metavar="N",
         help=f"of the prompts that {LONG_NEW} tokens follow (default 2048, CPU 256)",
     )
-    add(
+    number(
         "--processes",
-        type=count,
         default=1,
-        metavar="N",
         help="that share a model, a GPU each, in rows of their own (default 1: no such rows)",
     )
-    add(
-        "--jobs",
-        type=count,
-        default=1,
-        metavar="N",
-        help="processes that prepare beside each other, where compilers do not choose kernels; "
-        "each is timed alone (default 1)",
-    )
+    shared.add_repeats(add)
     add("--device", default="auto", help="auto, cpu or cuda (default auto: GPU if any)")
-    add(
-        "--output-dir",
-        type=Path,
-        default=results.DEFAULT_FOLDER / request.LAB,
-        metavar="FOLDER",
-        help=f"default: results/{request.LAB} of this checkout",
-    )
+    shared.add_output_dir(add, request.LAB)
     return parser
 
 
@@ -156,24 +141,17 @@ def measure(arguments: argparse.Namespace) -> int:
     _check(arguments, device)
     folder = results.prepare_folder(arguments.output_dir)
     shapes = _shapes(arguments, device)
-    runs, interrupted = list[LabRun](), False
     with tempfile.TemporaryDirectory() as scratch:
         copied = hardware.measure_copy_gbs(device)
         model = make_model(Path(scratch), device, max(prompt + new for _, prompt, new in shapes))
         study = Study(device, results.new_session(), folder, model, copied)
-        try:
-            for run in _runs(arguments, study, list(itertools.product(shapes, _kinds(arguments)))):
-                runs.append(run)
-                print(f"{run.subject}, {run.variant}: {_outcome(run)}", flush=True)
-        except KeyboardInterrupt:
-            if not runs:
-                raise
-            interrupted = True
-    status = _show(runs, folder)
-    if interrupted:
-        print("interrupted: the table holds what was completed", file=sys.stderr)
-        return errors.INTERRUPTED
-    return status
+        measured = _runs(arguments, study, list(itertools.product(shapes, _kinds(arguments))))
+        runs, interrupted = shared.told(measured, lambda run: shared.ms_and_gate(run, "a token"))
+    groups = list(map(ladder, labs.newest(runs)))
+    rows = [row for group in groups for row in group]
+    shown = [*lab_table.of_labs(groups).tables, *map(costs_table, groups)]
+    shared.show(shown, rows, folder / "engines.md")
+    return shared.status_of(rows, interrupted)
 
 
 def _check(arguments: argparse.Namespace, device: torch.device) -> None:
@@ -316,25 +294,6 @@ def _plan(study: Study, shape: Shape, kind: Kind) -> studies.Plan:
         run.step_ms = times[1:]  # before them lies the pass over the prompts
 
     return studies.Plan([*launcher, *command], [planned], study.folder, take_times, check)
-
-
-def _outcome(run: LabRun) -> str:
-    if run.status != "complete":
-        return run.failure
-    return f"{timing.median(run.step_ms):.3f} ms a token; gate {run.gate.status}"
-
-
-def _show(runs: list[LabRun], folder: Path) -> int:
-    """Prints and writes the tables; the exit status."""
-    groups = list(map(ladder, labs.newest(runs)))
-    shown = [*lab_table.of_labs(groups).tables, *map(costs_table, groups)]
-    tables.print_tables(shown)
-    path = folder / "engines.md"
-    results.write_text(path, tables.markdown(shown))
-    print(f"Written: {path}\nResult file: {records.path_in(folder, runs[0].session)}")
-    return (
-        errors.ANSWER_IS_NO if any(row.failed for group in groups for row in group) else errors.DONE
-    )
 
 
 def ladder(rows: Sequence[LabRow]) -> list[LabRow]:

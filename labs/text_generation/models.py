@@ -29,7 +29,6 @@ from workshop.run.trainer import missing_for_compile
 
 POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 """Policies for accelerate's device maps."""
-INDEX = "model.safetensors.index.json"
 PREPARES = "DeepSpeed prepares the model; the first time it compiles for minutes ..."
 
 
@@ -106,7 +105,7 @@ def check_map(text: str) -> str | dict[str, Any]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises WorkshopError for what is no model, or has not all its files."""
+    """Raises WorkshopError for what is no model."""
     if not folder.is_dir():
         raise WorkshopError(
             f"--model_path {folder} is no folder: models are read from this machine alone; "
@@ -114,19 +113,6 @@ def check_folder(folder: Path) -> None:
         )
     if not (folder / "config.json").is_file():
         raise WorkshopError(f"--model_path {folder} is no model: it has no config.json")
-    index = folder / INDEX
-    if not index.is_file():
-        return
-    try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise WorkshopError(f"--model_path {folder}: {INDEX} is damaged") from None
-    for shard in shards:
-        if not (folder / shard).is_file():
-            raise WorkshopError(
-                f"--model_path {folder}: {shard} is missing, one of {len(shards)} shards: "
-                "download it again"
-            )
 
 
 def prepare_packages(arguments: argparse.Namespace) -> None:

@@ -2,10 +2,11 @@
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
+from labs import shared
 from labs.text_generation.engines import ENGINES
-from workshop import results
 from workshop.arguments import MOST, count, parse
 from workshop.errors import WorkshopError
 from workshop.run.precision import PRECISIONS
@@ -35,18 +36,12 @@ def build_parser(engine: str = "hf") -> argparse.ArgumentParser:
         "something is missing\non this machine, 130 interrupted.",
     )
     add = parser.add_argument
+    file = partial(add, type=Path, metavar="FILE")
     add("words", nargs="*", help=argparse.SUPPRESS)
     add("--model_path", type=Path, metavar="FOLDER", help="of the model and its tokenizer")
-    add(
-        "--input_file",
-        type=Path,
-        metavar="FILE",
-        help="a prompt a line; or a folder, a prompt a file",
-    )
-    add(
+    file("--input_file", help="a prompt a line; or a folder, a prompt a file")
+    file(
         "--output_file",
-        type=Path,
-        metavar="FILE",
         help="for the texts; FILE.jsonl has them with their times (default: texts are printed)",
     )
     add("--num_tokens", type=count, default=50, metavar="N", help="new ones, at most (default 50)")
@@ -61,6 +56,7 @@ def build_parser(engine: str = "hf") -> argparse.ArgumentParser:
     add("--seed", type=int, default=42, help="of drawn tokens: of the first prompt (default 42)")
     add("--stream", action="store_true", help="print tokens as they come; one prompt at a time")
     add = parser.add_argument_group("how it runs").add_argument
+    switch = partial(add, action="store_true")
     add("--engine", choices=ENGINES, default=engine, help=f"default {engine}")
     add("--dtype", choices=DTYPES, default="auto", help="bf16 on a GPU that has it, else fp32")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
@@ -70,29 +66,18 @@ def build_parser(engine: str = "hf") -> argparse.ArgumentParser:
         help="accelerate spreads the model over GPUs, CPU and disk: auto, balanced, "
         "balanced_low_0, sequential, or a JSON file",
     )
-    add(
-        "--load_in_8bit",
-        action="store_true",
-        help="weights in int8, by bitsandbytes or --engine fast",
-    )
+    switch("--load_in_8bit", help="weights in int8, by bitsandbytes or --engine fast")
     add(
         "--compile",
         action=argparse.BooleanOptionalAction,
         help="the steps of --engine static (default: on a GPU with a compiler)",
     )
-    add("--kernel_inject", action="store_true", help="of --engine deepspeed: its own kernels")
-    add(
+    switch("--kernel_inject", help="of --engine deepspeed: its own kernels")
+    switch(
         "--tensor_parallel",
-        action="store_true",
         help="under torchrun: each process has a part of every layer, by PyTorch's own means",
     )
-    add(
-        "--output-dir",
-        type=Path,
-        default=results.DEFAULT_FOLDER / LAB,
-        metavar="FOLDER",
-        help=f"for the result file (default: results/{LAB} of this checkout)",
-    )
+    shared.add_output_dir(add, LAB)
     # The runs of a study have one floor: a busy minute would give one of them another.
     add("--copy-gbs", type=float, help=argparse.SUPPRESS)
     add("--candidate", action="store_true", help=argparse.SUPPRESS)  # of measure_engines.py

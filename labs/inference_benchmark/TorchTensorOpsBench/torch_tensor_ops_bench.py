@@ -311,6 +311,7 @@ def build_parser() -> argparse.ArgumentParser:
         "130 interrupted (what was completed is saved and shown).",
     )
     add = parser.add_argument
+    switch = partial(add, action="store_true")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
     add("--dtype", choices=("fp32", "fp16", "bf16"), default="fp32", help="default %(default)s")
     add("--input1-dim", "--input-dim", default=DEFAULT_DIM, metavar="DIM",
@@ -320,7 +321,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--op", default="add", metavar="NAME", help="NAME_ is in place (default %(default)s)")
     add("--op-type", choices=KINDS,
         help="the operator's own; only add has a second one, sparse")  # fmt: skip
-    add("--inplace", action="store_true", help="the in-place form of those that have one")
+    switch("--inplace", help="the in-place form of those that have one")
     many = parser.add_mutually_exclusive_group()
     many.add_argument("--run-predefined", action="store_true",
                       help=f"these {len(PREDEFINED)}: {', '.join(PREDEFINED)}")  # fmt: skip
@@ -328,9 +329,9 @@ def build_parser() -> argparse.ArgumentParser:
                       help=f"{len(MODEL_OPS)} operators and sizes of BERT and DLRM")  # fmt: skip
     add("--num-iters", type=count, default=20, metavar="N", help="timed calls (default 20)")
     add("--num-warmup-iters", type=count, default=5, metavar="N", help="default 5")
-    add("--enable-profiling", action="store_true",
+    switch("--enable-profiling",
         help="then run the calls again under torch.profiler, and write a trace")  # fmt: skip
-    add("--append-dtype", action="store_true", help="to the operator's name, as in add(fp32)")
+    switch("--append-dtype", help="to the operator's name, as in add(fp32)")
     add("--output-dir", type=Path, default=DEFAULT_FOLDER, metavar="DIR",
         help="for the result file, ops.md, roofline.png and traces (default: results/"
         "inference_benchmark/ops of this checkout)")  # fmt: skip

@@ -1,20 +1,15 @@
 """The loop that was recorded for pipeline_2_trace. It gives the answers away: open it afterwards.
 
-Without flags it prints the time of a step, with --fixed that without the fault. --record
-recorded_trace.json.gz makes the trace anew.
+Without flags it prints the time of a step, with --fixed that without the fault.
 """
 
 import argparse
-import gzip
-import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))  # a checkout needs no installation
 
@@ -25,31 +20,21 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn, profiler
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from labs.data_pipeline.formats import Folder, Images
-from workshop import errors, results
+from workshop import errors
 from workshop.arguments import count, parse
-from workshop.errors import WorkshopError
-from workshop.profilers import kineto
 from workshop.versions import ROOT
 
 DATASET = ROOT / "labs/data_pipeline/data/digits_1797_32"
 BATCH = 128
 MOST_WORKERS = 8
-WARMUP, STEPS, RECORDED = 5, 20, 3
-MOST_WAITING = 0.1
-"""Of the steps' time, for the trace to show what it should."""
+WARMUP, STEPS = 5, 20
 LARGEST_ANGLE = 0.3
 """In radians: a digit turned further might be another one."""
 MEAN, DEVIATION = 0.35, 0.2
-KINDS = {
-    *("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "hip_runtime"),
-    *("kernel", "gpu_memcpy", "gpu_memset", "ac2g"),
-}
-KEPT = ("correlation", "device", "stream", "bytes", "name", "labels", "sort_index")
-"""Of an event's arguments: what readers need, and nothing of the machine."""
 
 
 class Loop:
@@ -129,43 +114,12 @@ def timed(loop: Loop, source: Iterator[tuple[Tensor, Tensor]], steps: int) -> fl
     return 1e3 * statistics.median(seconds)
 
 
-def record(
-    loop: Loop, source: Iterator[tuple[Tensor, Tensor]], path: Path, steps: int = RECORDED
-) -> None:
-    """Writes the trace of some steps."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports each start on stderr
-    schedule = profiler.schedule(wait=0, warmup=WARMUP, active=steps, repeat=1)
-    with profiler.profile(schedule=schedule) as recorder:
-        for _ in range(WARMUP + steps):
-            loop.step(*next(source))
-            recorder.step()
-    with tempfile.TemporaryDirectory() as folder:
-        whole = Path(folder) / "trace.json"
-        recorder.export_chrome_trace(str(whole))
-        content = json.dumps(without_the_machine(results.parse_json(whole)))
-    with results.atomic_path(path) as temporary:
-        temporary.write_bytes(gzip.compress(content.encode(), mtime=0))
-
-
-def without_the_machine(trace: dict[str, Any]) -> dict[str, Any]:
-    """What readers need of a trace: no paths, and no names but the GPU's."""
-    events = []
-    for event in trace["traceEvents"]:
-        if event.get("cat") in KINDS or event["ph"] == "M":
-            kept = {key: value for key, value in event.get("args", {}).items() if key in KEPT}
-            events.append(event | {"args": kept})
-    devices = [{key: one[key] for key in ("id", "name")} for one in trace["deviceProperties"]]
-    kept = {key: trace[key] for key in ("schemaVersion", "displayTimeUnit") if key in trace}
-    return kept | {"deviceProperties": devices, "traceEvents": events}
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Trains on PNG images, and prints the time of a step or records a trace.",
+        description="Trains on PNG images, and prints the time of a step.",
     )
     add = parser.add_argument
     add("--fixed", action="store_true", help="the loop without its fault")
-    add("--record", type=Path, metavar="FILE", help="write a trace (.json.gz) instead")
     add(
         "--workers",
         type=count,
@@ -189,24 +143,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.record:
-        results.prepare_file(arguments.record, "--record")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dataset = Folder(arguments.dataset_dir)
     loop = Loop(device, dataset[0][0].shape[-1], fixed=arguments.fixed)
     source = batches(dataset, arguments.workers)
-    if not arguments.record:
-        print(f"{timed(loop, source, STEPS):.2f} ms a step of {BATCH} images")
-        return errors.DONE
-    record(loop, source, arguments.record)
-    loading = kineto.read(arguments.record).loading
-    waiting = loading.wait_ns / loading.span_ns if loading else 0.0
-    print(f"Written: {arguments.record}; {waiting:.1%} of the time in the DataLoader")
-    if waiting > MOST_WAITING:
-        raise WorkshopError(
-            f"{arguments.record}: the DataLoader takes {waiting:.0%} of the time, so that it hides "
-            "what the trace should show: record on a machine with more free cores"
-        )
+    print(f"{timed(loop, source, STEPS):.2f} ms a step of {BATCH} images")
     return errors.DONE
 
 

@@ -1,0 +1,138 @@
+"""What the labs' programs share: flags, torchvision's networks, the repeats of a study, its end."""
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from workshop import errors, records, results
+from workshop.arguments import count
+from workshop.compare import lab_table, tables
+from workshop.compare.tables import Table
+from workshop.errors import NotOnThisMachine
+from workshop.judge import studies
+from workshop.judge.studies import Plan
+from workshop.labs import LabRow, LabRun
+from workshop.run import timing
+from workshop.run.torchvision import make_importable
+
+Add = Callable[..., Any]
+T = TypeVar("T")
+
+
+# --- flags ---------------------------------------------------------------------------------------
+
+
+def add_output_dir(add: Add, lab: str) -> None:
+    add(
+        "--output-dir",
+        type=Path,
+        default=results.DEFAULT_FOLDER / lab,
+        metavar="FOLDER",
+        help=f"for result files (default: results/{lab} of this checkout)",
+    )
+
+
+def add_repeats(add: Add) -> None:
+    """--repeats and --jobs."""
+    add("--repeats", type=count, default=3, metavar="N", help="processes of each (default 3)")
+    add(
+        "--jobs",
+        type=count,
+        default=1,
+        metavar="N",
+        help="processes that prepare beside each other; each is timed alone (default 1)",
+    )
+
+
+# --- networks ------------------------------------------------------------------------------------
+
+
+def import_torchvision() -> ModuleType:
+    """Raises NotOnThisMachine where torchvision is not installed."""
+    if not make_importable():
+        raise NotOnThisMachine(
+            "torchvision is missing: run `make setup`, or pip install the torchvision that "
+            f"belongs to PyTorch {torch.__version__}"
+        )
+    import torchvision.models
+
+    found: ModuleType = torchvision
+    return found
+
+
+def flops_per_image(model: nn.Module, size: int, *, training: bool = True) -> float:
+    """Operations of convolutions and matrix products of a square image, a multiplication and an
+    addition as two: forward, or also backward, which has no gradient of the image."""
+    shadow = copy.deepcopy(model).to("meta")  # shapes are enough
+    counter = FlopCounterMode(display=False)
+    with counter:
+        output: Tensor = shadow(torch.empty(1, 3, size, size, device="meta"))
+        if training:
+            output.sum().backward()
+    return float(counter.get_total_flops())
+
+
+# --- the repeats ---------------------------------------------------------------------------------
+
+
+def alternating(
+    cases: Iterable[T], repeats: int, plan: Callable[[T, int], Plan], jobs: int
+) -> Iterator[LabRun]:
+    """The runs of all cases, each as it ends: in every other repeat the last one comes first. A
+    case that did not complete is not tried again."""
+    left = list(cases)
+    for repeat in range(repeats):
+        ordered = left[:: 1 - 2 * (repeat % 2)]
+        plans = [plan(case, repeat) for case in ordered]
+        for case, run in zip(ordered, studies.in_turns(plans, jobs), strict=True):
+            if run.status != "complete":
+                left.remove(case)
+            yield run
+
+
+def told(runs: Iterable[LabRun], outcome: Callable[[LabRun], str]) -> tuple[list[LabRun], bool]:
+    """All runs, each told in a line when it ends; and whether Ctrl-C has ended them.
+
+    Raises:
+        KeyboardInterrupt: there is none yet.
+    """
+    found: list[LabRun] = []
+    try:
+        for run in runs:
+            found.append(run)
+            said = outcome(run) if run.status == "complete" else run.failure
+            print(f"{run.subject}, {run.variant}: {said}", flush=True)
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        return found, True
+    return found, False
+
+
+def ms_and_gate(run: LabRun, step: str) -> str:
+    return f"{timing.median(run.step_ms):.3f} ms {step}; gate {run.gate.status}"
+
+
+def status_of(rows: Iterable[LabRow], interrupted: bool = False) -> int:
+    """A study's exit status."""
+    if interrupted:
+        print("interrupted: the tables hold what was completed", file=sys.stderr)
+        return errors.INTERRUPTED
+    return errors.ANSWER_IS_NO if any(row.failed for row in rows) else errors.DONE
+
+
+def show(shown: Sequence[Table], rows: Sequence[LabRow], target: Path) -> None:
+    """Prints and writes a study's tables, and says where its results are."""
+    tables.print_tables(shown)
+    results.write_text(target, tables.markdown(shown) + "\n")
+    stored = records.path_in(target.parent, rows[0].first.session)
+    print(f"Written: {target}\nResult file: {stored}")
+    for alarm in lab_table.alarms(rows):
+        print(alarm, file=sys.stderr)
