@@ -482,7 +482,7 @@ def _best_kernels(folder: Path) -> str:
     ]  # fmt: skip
     caption = (
         f"Forward and backward pass together, {rows[0].precision}, "
-        f"{rows[0].run.device['name']}, at the largest size of each operator, replayed from "
+        f"{rows[0].first.device['name']}, at the largest size of each operator, replayed from "
         "graphs, on data that the cache does not hold. Only contenders whose results and "
         "gradients are right have a time."
     )
@@ -498,7 +498,7 @@ def _drawn_kernels(folder: Path) -> str:
     """At how many sizes drawn at random V3's operator is the fastest, and where not."""
     rows = kernel_rows.load(folder)
     head, *others = (line.strip() for line in kernel_rows.behind(rows))
-    run = rows[0].run
+    run = rows[0].first
     where = f"{run.device['name']}, {rows[0].precision}"
     where += f", sizes drawn by seed {run.options['seed']}"
     sentence = f"At sizes that no tile was tuned for ({where}) {head}{':' if others else '.'}"

@@ -108,7 +108,7 @@ def judged(case: cases.Case, precision: str = "fp32", rounds: int = 0) -> dict[s
         patch.setattr(measure, "start_contenders", InAThread)
         patch.setitem(cases.OPS, case.op, of_case)
         try:
-            return {run.variant: Row(run) for run in judge.measure(case)}
+            return {run.variant: Row((run,)) for run in judge.measure(case)}
         finally:
             judge.stop()
 
@@ -145,10 +145,10 @@ def test_without_a_gpu_all_kernels_are_checked_and_none_is_timed(type_command, t
     ours = [row for row in found if row.contender == OURS]
     assert [row.op for row in ours] == list(cases.OPS)
     for row in ours:
-        errors = [float(str(one["error"])) for one in row.run.gate.measures.values()]
+        errors = [float(str(one["error"])) for one in row.first.gate.measures.values()]
         assert row.verdict == "pass" and errors and row.precision == "fp32"
         assert all(0 <= error < 1e-5 for error in errors), row
-    assert not any(row.run.phase_ms or row.timed for row in found)
+    assert not any(row.first.phase_ms or row.timed for row in found)
     skipped = [row for row in found if row.verdict == "skipped"]
     assert {"Liger", "torch.compile"} <= {row.contender for row in skipped}
     assert all(row.note for row in skipped)
@@ -168,7 +168,7 @@ def test_what_was_completed_is_saved_and_a_wrong_one_is_a_no(tmp_path, monkeypat
     wrong = dataclasses.replace(complete, gate=Parity("fail", ["y is off"]), status="gate failed")
     monkeypatch.setattr(measure.Judge, "measure", lambda *_: [wrong])
     assert tool.main([*words, str(tmp_path / "c")]) == 1
-    assert f"{OURS} FAIL: y is off" in capsys.readouterr().out
+    assert f"{OURS} FAIL: gate failed: y is off" in capsys.readouterr().out
 
 
 def scaled_gradient(x: Tensor, factor: float) -> Tensor:
@@ -239,10 +239,10 @@ def test_a_wrong_kernel_turns_its_row_red_and_is_not_timed(
         monkeypatch.setattr(v3, op, plant(getattr(v3, f"{op}_reference")))
         found = judged(case, precision, rounds=1)
         ours = found.pop(OURS)
-        assert (ours.verdict, ours.failed, ours.run.status) == ("FAIL", True, "gate failed")
+        assert (ours.verdict, ours.failed, ours.first.status) == ("FAIL", True, "gate failed")
         assert note in ours.note
-        assert not ours.run.phase_ms and not ours.run.step_ms
-        assert found[PLAIN].run.step_ms
+        assert not ours.first.phase_ms and not ours.first.step_ms
+        assert found[PLAIN].first.step_ms
         assert "FAIL" not in {row.verdict for row in found.values()}
 
 
@@ -265,8 +265,8 @@ def test_only_a_kernel_of_ours_that_is_wrong_or_crashes_has_failed(v3) -> None:
         "d": raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate everything")),
     }
     found = judged(dataclasses.replace(small_case("swiglu"), rivals=rivals))
-    assert not any(row.failed for row in found.values())
-    assert (found[OURS].verdict, found["a"].verdict) == ("pass", "FAIL")
+    failed = [name for name, row in found.items() if row.failed]
+    assert found[OURS].verdict == "pass" and failed == ["a"]
     assert {name: row.note for name, row in found.items() if row.verdict == "skipped"} == {
         "b": "not installed",
         "c": "RuntimeError: CUDA error",
@@ -279,7 +279,7 @@ def test_a_process_that_ends_is_the_fault_of_who_was_asked(monkeypatch) -> None:
     crash = Process([sys.executable, "-c", "import os; os.abort()"], os.environ)
     monkeypatch.setattr(measure, "start_contenders", lambda _: crash)
     judge = measure.Judge(make_setting(), 0, a_run())
-    found = [Row(run) for run in judge.measure(small_case("swiglu"))]
+    found = [Row((run,)) for run in judge.measure(small_case("swiglu"))]
     assert [row.verdict for row in found] == ["FAIL", *["skipped"] * (len(found) - 1)]
     assert all("crashed with SIGABRT" in row.note for row in found)
 
@@ -329,7 +329,9 @@ TRICKS: dict[str, tuple[Callable[[Any], Any], float, str]] = {
 @pytest.mark.parametrize("trick", TRICKS)
 def test_a_trick_in_the_timed_run_is_found(trick, v3, monkeypatch, pretended_gpu) -> None:
     plant, factor, note = TRICKS[trick]
+    # A busy machine may slow the ceilings' copies and products alone.
     monkeypatch.setattr(measure, "TURN_MS", 20.0 if plant is slow else 1e4)
+    monkeypatch.setattr(measure, "IMPOSSIBLE", 1e3)
     timed_ms = contenders.Program.timed_ms
     case = dataclasses.replace(small_case("swiglu"), kernel=plant(v3.swiglu_reference))
     ours = case.kernel
@@ -341,9 +343,9 @@ def test_a_trick_in_the_timed_run_is_found(trick, v3, monkeypatch, pretended_gpu
     # A call of a turn is compared, the last one: half of all calls are wrong in one trick.
     monkeypatch.setattr(measure.secrets, "randbelow", lambda number: number - 1)
     found = judged(case, rounds=ROUNDS)
-    assert (found[OURS].verdict, found[OURS].run.status) == ("FAIL", "audit failed")
-    assert note in found[OURS].note and not found[OURS].run.phase_ms
-    assert found[PLAIN].verdict == "pass" and found[PLAIN].run.step_ms
+    assert (found[OURS].verdict, found[OURS].first.status) == ("FAIL", "audit failed")
+    assert note in found[OURS].note and not found[OURS].first.phase_ms
+    assert found[PLAIN].verdict == "pass" and found[PLAIN].first.step_ms
 
 
 @pytest.mark.parametrize(("late", "red"), [(1, False), (2, True)])
@@ -443,12 +445,12 @@ def test_all_phases_of_all_right_contenders_are_timed(op, v3, pretended_gpu) -> 
     right = [row for row in judged(case, rounds=ROUNDS).values() if row.verdict == "pass"]
     assert len(right) >= 2 and not any(row.note for row in right)
     for row in right:
-        assert set(row.run.phase_ms) == {*case.phases, HOST}
-        for samples in row.run.phase_ms.values():
+        assert set(row.first.phase_ms) == {*case.phases, HOST}
+        for samples in row.first.phase_ms.values():
             assert len(samples) == ROUNDS and min(samples) > 0
-        assert len(row.run.step_ms) == ROUNDS and row.run.judge_ms
-        names = {name.partition(": ")[2] for name in row.run.audit.measures}
-        assert row.run.audit.status == "pass" and names == set(row.run.gate.measures)
+        assert len(row.first.step_ms) == ROUNDS and row.first.judge_ms
+        names = {name.partition(": ")[2] for name in row.first.audit.measures}
+        assert row.first.audit.status == "pass" and names == set(row.first.gate.measures)
     assert pretended_gpu.set_sync_debug_mode.call_args.args == ("default",)
 
 
@@ -471,15 +473,15 @@ def test_a_contender_that_waits_for_the_device_is_timed_launch_by_launch(v3, pre
     assert found["b"].note == "; ".join(
         f"{phase} not timed: RuntimeError: CUDA error: of its own" for phase in case.phases
     )
-    assert found["a"].run.step_ms and set(found["b"].run.phase_ms) == {HOST}
-    assert found["b"].verdict == "pass" and found["b"].run.status == "skipped"
+    assert found["a"].first.step_ms and set(found["b"].first.phase_ms) == {HOST}
+    assert found["b"].verdict == "pass" and found["b"].first.status == "skipped"
     assert pretended_gpu.set_sync_debug_mode.call_args.args == ("default",)
 
 
 def test_a_rate_is_the_work_over_the_median() -> None:
     case = cases.OPS["rms_norm"].make(8192, 1024)
-    row = Row(measure.Judge(make_setting("bf16"), 0, a_run())._record(case, OURS))
-    row.run.phase_ms = {FORWARD: [0.02, 0.01, 0.5]}
+    row = Row((measure.Judge(make_setting("bf16"), 0, a_run())._record(case, OURS),))
+    row.first.phase_ms = {FORWARD: [0.02, 0.01, 0.5]}
     assert row.median_ms(FORWARD) == 0.02
     assert row.rate(FORWARD) == pytest.approx(33554432 / 0.02e-3 / 1e9)
     assert row.share(FORWARD) == pytest.approx(33554432 / 0.02e-3 / 1e9 / 4242)
@@ -495,9 +497,9 @@ def test_every_kernel_is_right_and_timed_at_a_plausible_rate(type_command, tmp_p
     found = rows.load(tmp_path)
     for row in found:
         if row.verdict == "pass":
-            assert set(row.run.phase_ms) == {*row.amounts, HOST}, row.note
-            assert row.run.memory_mb
-            assert row.run.audit.status == "pass" and row.run.judge_ms
+            assert set(row.first.phase_ms) == {*row.amounts, HOST}, row.note
+            assert row.first.memory_mb
+            assert row.first.audit.status == "pass" and row.first.judge_ms
     verdicts = {(row.op, row.contender): row.verdict for row in found}
     assert {verdicts[op, name] for op in cases.OPS for name in (OURS, PLAIN)} == {"pass"}
     notes = [row.note for row in found if row.contender in (OURS, PLAIN, "torch.compile")]

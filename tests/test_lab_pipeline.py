@@ -364,7 +364,7 @@ def test_a_process_that_answers_nothing_does_not_pass(
     command = [sys.executable, "-c", TELLS.format(rest=rest)]
     plan = studies.Plan(command, [run], tmp_path, check=Check(plain, run))
     (row,) = labs.build_rows(studies.in_turns([plan], 1))
-    assert row.first.status == "failed" and words in row.note() and not row.times
+    assert row.first.status == "failed" and words in row.note and not row.times
 
 
 def test_a_process_has_a_time_for_each_step(made: Path, plain: PlainLoop) -> None:

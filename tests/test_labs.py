@@ -76,7 +76,7 @@ def test_without_a_pass_no_times(changes: dict[str, Any], verdict: str, note: st
         rows = rows_of(lab_run(), lab_run("fp16", **changes), *others)
         row, line = rows["fp16"], lab_table.lab_table(list(rows.values())).lines[1]
         assert (row.units_per_s, row.step_ms, row.speedup) == (None, None, None)
-        assert lab_table.verdict(row) == verdict and row.note() == note
+        assert row.verdict == verdict and row.note == note
         assert list(line.cells[1:7]) == [verdict, "-", "-", "-", "-", "-"]
         assert (line.cells[7] == "-") == row.failed == (verdict == "FAIL")
         # A baseline without a time is none.

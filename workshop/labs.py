@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from workshop.results import Count, Positive, Run, Value
+from workshop.results import FAIL, NOT_AUDITED, PASS, SKIPPED, Count, Positive, Run, Value
 from workshop.run import timing
 
 TOLD = (
@@ -107,6 +107,16 @@ class LabRow:
         return any(run.refused or run.status in ends for run in self.runs)
 
     @property
+    def verdict(self) -> str:
+        """PASS, FAIL, SKIPPED, or NOT_AUDITED: without the lab's gate, or an audit that it has."""
+        if self.failed:
+            return FAIL
+        if any(run.status == "skipped" for run in self.runs):
+            return SKIPPED
+        audited = not any((run.error or "").startswith(NOT_AUDITED) for run in self.runs)
+        return PASS if self.gate == "pass" and audited else NOT_AUDITED
+
+    @property
     def times(self) -> list[list[float]]:
         """Step times in ms, a list for each process; none for a row that failed or is not
         proven."""
@@ -184,6 +194,7 @@ class LabRow:
     def percentile_ms(self, share: float) -> float | None:
         return percentile(self.pooled, share) if self.times else None
 
+    @property
     def note(self) -> str:
         """Why there is no time, or nothing."""
         for run in self.runs:

@@ -39,7 +39,7 @@ def _block(rows: Sequence[LabRow]) -> str:
 def _table(rows: Sequence[LabRow]) -> str:
     lines = [
         [escape(row.label), number(row.units_per_s, ",.0f"), number(row.step_ms, ",.2f"),
-         escape(lab_table.speedup_text(row)), lab_table.verdict(row)]
+         escape(lab_table.speedup_text(row)), row.verdict]
         for row in rows
     ]  # fmt: skip
     return table(_HEADER, lines, (0, 4))

@@ -127,9 +127,7 @@ def _comparison_table(rows: list[LabRow]) -> str:
 
 def _compared(row: LabRow) -> list[str]:
     peak = tables.number(row.peak_memory_mb, ",.0f")
-    return list(
-        map(escape, [*_speed(row), lab_table.speedup_text(row), peak, lab_table.verdict(row)])
-    )
+    return list(map(escape, [*_speed(row), lab_table.speedup_text(row), peak, row.verdict]))
 
 
 def _peers_table(rows: list[LabRow]) -> str:
@@ -148,8 +146,7 @@ def _ladder_table(rows: list[LabRow]) -> str:
     """Rungs, with the gain over the one before."""
     header = ["rung", "images/s", "p50 ms", "p99 ms", "over the one before", "verdict"]
     lines = [
-        list(map(escape, [*_speed(row), _text(gain), lab_table.verdict(row)]))
-        for row, _, gain in _rungs(rows)
+        list(map(escape, [*_speed(row), _text(gain), row.verdict])) for row, _, gain in _rungs(rows)
     ]
     best = max((row for row in rows if row.speedup), key=_rate, default=None)
     summary = ""
@@ -239,7 +236,7 @@ def _operator(row: LabRow) -> list[str]:
     rate = "-" if value is None else f"{value:,.4g} {unit}"
     cached = ", cached" if row.first.metrics.get("cached") else ""
     share = tables.number(row.ceiling_share, ".1%")
-    return [row.first.variant, lab_table.verdict(row) + cached, rate, share]
+    return [row.first.variant, row.verdict + cached, rate, share]
 
 
 # --- CHECKLIST.md --------------------------------------------------------------------------------

@@ -351,10 +351,10 @@ def all_table(pairs: list[tuple[str, LabRow, LabRow]]) -> tables.Table:
                  tables.number(fast.units_per_s, ",.0f"),
                  f"{fast.speedup.value:.2f}x" if fast.speedup else "-",
                  tables.number(fast.ceiling_share, ".1%"),
-                 f"{lab_table.verdict(plain)}, {lab_table.verdict(fast)}"]  # fmt: skip
+                 f"{plain.verdict}, {fast.verdict}"]  # fmt: skip
         lines.append(tables.Line(cells, "red" if plain.failed or fast.failed else None))
     header = ("network", "plain images/s", "fast images/s", "speed-up", "of ceiling", "verdict")
-    notes = [f"{name}: {row.note()}" for name, *rows in pairs for row in rows if row.note()]
+    notes = [f"{name}: {row.note}" for name, *rows in pairs for row in rows if row.note]
     first = pairs[0][1].first
     title = f"{first.units_per_step} images, {first.options['precision']}, {first.device['name']}"
     return tables.Table(title, header, lines, notes, left=(0, 5))

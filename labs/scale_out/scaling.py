@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from labs.scale_out import collectives, strategies
 from labs.scale_out.request import LAB
 from workshop import labs
-from workshop.compare import lab_table
 from workshop.compare.tables import Line, Table, number
 from workshop.labs import LabRow, LabRun
 from workshop.run.timing import Ratio, median
@@ -58,7 +57,7 @@ def scaling_table(rows: Sequence[LabRow], notes: Sequence[str]) -> Table:
     first = rows[0]
     ran = [row for row in in_order(rows) if row.first.status != "skipped"]
     lines = [Line(cells(row, rows), "red" if row.failed else None, training_of(row)) for row in ran]
-    skipped = dict.fromkeys(f"{training_of(row)}: {row.note()}" for row in rows if row.note())
+    skipped = dict.fromkeys(f"{training_of(row)}: {row.note}" for row in rows if row.note)
     title = f"{LAB}: {first.first.subject}, {first.device}"
     return Table(title, HEADER, lines, [*notes, *skipped], left=(0, 2, 10), wraps=(0, 5))
 
@@ -152,7 +151,7 @@ def cells(row: LabRow, rows: Sequence[LabRow]) -> list[str]:
         number(row.metric("communication_share"), ".0%"),
         number(row.metric("hidden_share"), ".0%"),
         number(_middle(run.setup_s.get("compile") for run in row.runs if row.times), ".1f"),
-        lab_table.verdict(row),
+        row.verdict,
     ]
 
 

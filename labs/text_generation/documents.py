@@ -45,7 +45,7 @@ def _table(rows: Sequence[LabRow]) -> str:
          number(row.metric("floor_ms"), ",.3f"), escape(lab_table.speedup_text(row)),
          number(row.metric("first_token_ms"), ",.2f"),
          number(row.metric("prefill_tflops"), ",.3g"), number(compile_s(row), ",.0f"),
-         lab_table.verdict(row)]
+         row.verdict]
         for row in rows
     ]  # fmt: skip
     return table(_HEADER, lines, (0, 7))
@@ -53,7 +53,7 @@ def _table(rows: Sequence[LabRow]) -> str:
 
 def _skipped(rows: Sequence[LabRow]) -> list[str]:
     """Why rows have no time, each reason once."""
-    reasons = dict.fromkeys(f"- {row.first.variant}: {row.note()}" for row in rows if row.note())
+    reasons = dict.fromkeys(f"- {row.first.variant}: {row.note}" for row in rows if row.note)
     return ["\n".join(map(escape, reasons))] if reasons else []
 
 

@@ -12,7 +12,7 @@ from workshop.compare.rows import ONE_PROCESS, ratio
 from workshop.compare.tables import Line, Report, Table, number
 from workshop.errors import printable
 from workshop.labs import LabRow
-from workshop.results import FAIL, NOT_AUDITED, PASS, SKIPPED
+from workshop.results import FAIL, NOT_AUDITED, SKIPPED
 
 _STYLES = {FAIL: "red", "IMPLAUSIBLE": "red", SKIPPED: "dim", NOT_AUDITED: "dim"}
 _ONE_PROCESS = f"({ONE_PROCESS}): no interval, which takes two processes of each variant"
@@ -29,7 +29,7 @@ def of_labs(groups: Sequence[Sequence[LabRow]]) -> Report:
 
 def lab_table(rows: Sequence[LabRow]) -> Table:
     """A line for each row; these are of one session, device and subject, as in `labs.newest`."""
-    lines = [Line(_cells(row), _STYLES.get(verdict(row))) for row in rows]
+    lines = [Line(_cells(row), _STYLES.get(row.verdict)) for row in rows]
     unit = printable(rows[0].first.unit)
     header = ("variant", "verdict", f"{unit}/s", "p50 ms", "p90", "p99", "speed-up [95%]",
               "peak MB", f"{unit}/s per GB", "of peak", "of ceiling")  # fmt: skip
@@ -61,16 +61,6 @@ def title(rows: Sequence[LabRow]) -> str:
     return printable(f"{rows[0].first.lab}: {', '.join(filter(None, shared))}")
 
 
-def verdict(row: LabRow) -> str:
-    """PASS, FAIL, SKIPPED, or NOT_AUDITED: without the lab's gate, or an audit that it has."""
-    if row.failed:
-        return FAIL
-    if any(run.status == "skipped" for run in row.runs):
-        return SKIPPED
-    audited = not any((run.error or "").startswith(NOT_AUDITED) for run in row.runs)
-    return PASS if row.gate == "pass" and audited else NOT_AUDITED
-
-
 def source(rows: Sequence[LabRow], command: str = "") -> str:
     """Where rows come from, Markdown: "NVIDIA H200, PyTorch 2.13.0, commit 0123456: `...`".
     Without a command it is that of their study, or a list of all, oldest first."""
@@ -100,7 +90,7 @@ def speedup_text(row: LabRow) -> str:
 def _cells(row: LabRow) -> list[str]:
     return [
         row.label,
-        verdict(row),
+        row.verdict,
         number(row.units_per_s, ",.1f"),
         *(number(ms, ",.3f") for ms in _percentiles(row)),
         speedup_text(row),
@@ -117,7 +107,7 @@ def _percentiles(row: LabRow) -> tuple[float | None, ...]:
 
 def _notes(rows: Sequence[LabRow]) -> list[str]:
     """Lines on what the numbers alone do not say."""
-    lines = [f"{row.label}: {row.note()}" for row in rows if row.note() and not row.failed]
+    lines = [f"{row.label}: {row.note}" for row in rows if row.note and not row.failed]
     lines += [
         f"{row.label}: no speed-up, since {row.first.baseline} has no time in this session"
         for row in rows
@@ -143,7 +133,7 @@ def alarms(rows: Sequence[LabRow]) -> list[str]:
 
 
 def failure(row: LabRow) -> str:
-    return printable(f"{row.label}: {row.note()}")
+    return printable(f"{row.label}: {row.note}")
 
 
 def implausible(row: LabRow) -> list[str]:
@@ -163,8 +153,8 @@ def _record(row: LabRow) -> dict[str, Any]:
         "unit": first.unit,
         "units_per_step": first.units_per_step,
         "runs": len(row.runs),
-        "verdict": verdict(row),
-        "note": row.note(),
+        "verdict": row.verdict,
+        "note": row.note,
         "units_per_s": row.units_per_s,
         "p50_ms": p50,
         "p90_ms": p90,

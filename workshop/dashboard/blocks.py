@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from workshop.collection import Profile
-from workshop.compare import lab_table, tables
+from workshop.compare import tables
 from workshop.compare.rows import Row, without_interval
 from workshop.dashboard import data, figures
 from workshop.dashboard.data import Choice, Group, Snapshot
@@ -136,7 +136,7 @@ def _lab_line(title: str, rows: list[LabRow]) -> Line:
     faster = [(row.speedup.value, row) for row in rows if row.speedup and row.speedup.significant]
     value, best = max(faster, key=lambda pair: pair[0], default=(0.0, None))
     fastest = f"{best.label}: {value:.2f}x" if best else "-"
-    passed = sum(lab_table.verdict(row) == PASS for row in rows)
+    passed = sum(row.verdict == PASS for row in rows)
     name = Cell(printable(title), look="name")
     return Line([name, *cells(fastest, str(len(rows)), str(passed))])
 

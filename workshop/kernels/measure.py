@@ -338,7 +338,7 @@ class Judge:
 
     def _settle(self, case: Case, run: LabRun) -> None:
         """Gives a record its status, and what follows from its times."""
-        row, peaks = Row(run), chips.find_peaks(str(run.device["name"]))
+        row, peaks = Row((run,)), chips.find_peaks(str(run.device["name"]))
         limit = peaks and (peaks.bandwidth_gbs if case.unit == GBS else run.peak_tflops)
         for phase in case.phases:
             if rate := row.rate(phase):

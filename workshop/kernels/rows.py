@@ -9,7 +9,7 @@ from workshop import records
 from workshop.compare.tables import Line, Table, number, print_tables
 from workshop.errors import WorkshopError
 from workshop.kernels.cases import BACKWARD, BOTH, FORWARD, GBS, HOST, OURS, TFLOPS, UNITS
-from workshop.labs import KERNELS, LabRun
+from workshop.labs import KERNELS, LabRow, LabRun
 from workshop.results import FAIL, PASS, SKIPPED
 from workshop.run import timing
 
@@ -18,68 +18,58 @@ NOTHING_TIMED = "interpreted: correctness only, nothing is timed"
 
 
 @dataclass(frozen=True)
-class Row:
-    """One contender of one operation at one size."""
-
-    run: LabRun
+class Row(LabRow):
+    """One implementation of one operation at one size, which one process has measured."""
 
     @property
     def op(self) -> str:
-        return self.run.subject.partition(", ")[0]
+        return self.first.subject.partition(", ")[0]
 
     @property
     def size(self) -> str:
-        return self.run.subject.partition(", ")[2]
+        return self.first.subject.partition(", ")[2]
 
     @property
     def contender(self) -> str:
-        return self.run.variant
+        return self.first.variant
 
     @property
     def precision(self) -> str:
-        return str(self.run.options.get("precision"))
+        return str(self.first.options.get("precision"))
 
     @property
     def timed(self) -> bool:
         """Whether rows of its file were timed: not those in Triton's interpreter."""
-        return self.run.ceiling_gbs is not None
+        return self.first.ceiling_gbs is not None
 
     @property
     def unit(self) -> str:
-        return GBS if self.run.bytes_per_step else TFLOPS
+        return GBS if self.first.bytes_per_step else TFLOPS
 
     @property
     def ceiling(self) -> float | None:
         """The rate of a large copy or product in the same run, in `unit`."""
-        return self.run.ceiling_gbs if self.unit == GBS else self.run.ceiling_tflops
+        return self.first.ceiling_gbs if self.unit == GBS else self.first.ceiling_tflops
 
     @property
     def amounts(self) -> dict[str, float]:
         """Bytes or FLOPs of each phase."""
-        phases = (phase for phase in (FORWARD, BACKWARD, BOTH) if phase in self.run.metrics)
-        return {phase: float(self.run.metrics[phase] or 0) for phase in phases}
+        phases = (phase for phase in (FORWARD, BACKWARD, BOTH) if phase in self.first.metrics)
+        return {phase: float(self.first.metrics[phase] or 0) for phase in phases}
 
     @property
     def verdict(self) -> str:
-        if self.run.refused or self.run.status == "failed":
-            return FAIL
-        return PASS if self.run.gate.status == "pass" else SKIPPED
-
-    @property
-    def failed(self) -> bool:
-        """Whether this is a kernel of ours that is wrong or does not run."""
-        return self.contender == OURS and self.verdict == FAIL
+        """As a lab's, but one that is right and was not timed is not skipped."""
+        return PASS if self.gate == "pass" and not self.failed else super().verdict
 
     @property
     def note(self) -> str:
         """Why it is wrong or skipped, and what else is to be known of it."""
-        run = self.run
-        error = run.error if run.gate.status == "not run" else ""
-        found = [error, ", ".join([*run.gate.failures, *run.audit.failures])]
-        return "; ".join(filter(None, [*found, str(run.metrics.get("note") or "")]))
+        why = "" if self.verdict == PASS else super().note
+        return "; ".join(filter(None, [why, str(self.first.metrics.get("note") or "")]))
 
     def median_ms(self, phase: str) -> float | None:
-        samples = self.run.phase_ms.get(phase)
+        samples = self.first.phase_ms.get(phase)
         return timing.median(samples) if samples else None
 
     @property
@@ -101,7 +91,7 @@ class Row:
     def implausible(self) -> list[str]:
         """A sentence for each rate that the chip can't reach, of any contender."""
         where = f"IMPLAUSIBLE: {self.contender} at {self.size}"
-        return [f"{where}, {sentence}" for sentence in self.run.plausibility]
+        return [f"{where}, {sentence}" for sentence in self.first.plausibility]
 
 
 def load(place: Path) -> list[Row]:
@@ -113,7 +103,7 @@ def load(place: Path) -> list[Row]:
     found = [run for run in records.load_folder(place, LabRun) if run.lab == KERNELS]
     if not found:
         raise WorkshopError(f"{place}: no result of the kernels' benchmark")
-    return [Row(run) for run in found if run.session == found[-1].session]
+    return [Row((run,)) for run in found if run.session == found[-1].session]
 
 
 def by_op(rows: list[Row]) -> list[list[Row]]:
@@ -144,8 +134,8 @@ def against_fastest(rows: list[Row]) -> list[Best]:
 def at_each_size(rows: list[Row]) -> list[Best]:
     """Ours and the fastest other one at each size of each operator."""
     found = []
-    for subject in dict.fromkeys(row.run.subject for row in rows):
-        timed = [row for row in rows if row.run.subject == subject and row.step_ms]
+    for subject in dict.fromkeys(row.first.subject for row in rows):
+        timed = [row for row in rows if row.first.subject == subject and row.step_ms]
         others = [row for row in timed if row.contender != OURS]
         for ours in (row for row in timed if row.contender == OURS and others):
             found.append(Best(ours, min(others, key=lambda row: row.step_ms or math.inf)))
@@ -163,7 +153,7 @@ def table(group: list[Row]) -> Table:
     header += ["error (allowed)", "status"]
     lines = [Line(_cells(row), _STYLES.get(row.verdict), section=row.size) for row in group]
     what = f"{first.op} {BOTH}" if together else first.op
-    title = f"{what}, {first.precision}, {first.run.device['name']}"
+    title = f"{what}, {first.precision}, {first.first.device['name']}"
     return Table(title, header, lines, _notes(group), left=(0, 1))
 
 
@@ -172,12 +162,11 @@ def _cells(row: Row) -> list[str]:
     if row.timed:
         texts += [_rate(row, phase) for phase in row.amounts]
         if BOTH in row.amounts:
-            peak = row.run.memory_mb.get("peak")
-            texts.append(number(None if peak is None else float(peak), ",.0f"))
+            texts.append(number(row.peak_memory_mb, ",.0f"))
         texts.append(_pair([row.share(phase) for phase in row.amounts], ".0%"))
         both = row.step_ms, row.median_ms(HOST)
         texts.append(_pair([ms and 1e3 * ms for ms in both], ",.0f"))
-    worst = row.run.gate.closest()
+    worst = row.first.gate.closest()
     texts.append(f"{worst[1]:.1e} ({worst[2]:.1e})" if worst else "-")
     return [*texts, row.verdict]
 
@@ -188,7 +177,7 @@ def _rate(row: Row, phase: str) -> str:
     if rate is None:
         return "-"
     form = ",.0f" if rate >= 100 else ",.3g"
-    return f"{rate:{form}} ±{timing.spread(row.run.phase_ms[phase]) / 2:.1%}"
+    return f"{rate:{form}} ±{timing.spread(row.first.phase_ms[phase]) / 2:.1%}"
 
 
 def _pair(values: list[float | None], form: str) -> str:
@@ -213,7 +202,7 @@ def _notes(rows: list[Row]) -> list[str]:
 
 def summary(row: Row) -> str:
     """The ceilings of a row's file."""
-    gbs, tflops = row.run.ceiling_gbs, row.run.ceiling_tflops
+    gbs, tflops = row.first.ceiling_gbs, row.first.ceiling_tflops
     if gbs is None or tflops is None:
         return NOTHING_TIMED
     return (

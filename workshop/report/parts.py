@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workshop.collection import StoredLab, StoredRun
-from workshop.compare import lab_table, tables
+from workshop.compare import tables
 from workshop.compare.rows import Row
 from workshop.labs import LabRow
 from workshop.profilers.names import printable
@@ -149,7 +149,7 @@ class Report:
         """How many rows of the versions and of the labs have which verdict, in sentences; empty
         without rows."""
         versions = [(row.verdict, row.plausibility) for row in self.rows]
-        of_labs = [(lab_table.verdict(row), row.plausibility) for row in self.lab_rows]
+        of_labs = [(row.verdict, row.plausibility) for row in self.lab_rows]
         return " ".join([*_verdicts("Versions", versions), *_verdicts("Labs", of_labs)])
 
 

@@ -1,5 +1,6 @@
 """The parts of a report beside the ladders: profiles, V3's benchmark, the harness's own cost."""
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from workshop.errors import WorkshopError
 from workshop.kernels import rows
 from workshop.kernels.cases import OURS
 from workshop.kernels.rows import Row
-from workshop.labs import LabRow, LabRun
+from workshop.labs import LabRun
 from workshop.profilers import advisor, kernel_file, show
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import display_name, printable
@@ -153,7 +154,7 @@ def benchmark(
 ) -> tuple[str, Section]:
     """V3's operators beside the other contenders, without those that do not exist for a case; and
     the device's name."""
-    measured = [row for row in map(Row, runs) if row.verdict != SKIPPED]
+    measured = [row for row in (Row((run,)) for run in runs) if row.verdict != SKIPPED]
     first = runs[0]
     section = Section(anchor, "V3's kernels", (Link(path.name, path),))
     section.intro = KERNELS.format(commit=printable(str(first.git_commit)))
@@ -165,10 +166,10 @@ def benchmark(
         section.tables.append(Table(printable(table.title), list(table.header), lines, texts=2))
         section.sentences += [printable(f"{group[0].op}: {note}") for note in table.notes]
         for row in group:
-            if row.contender == OURS or row.run.plausibility:
-                found = LabRow((row.run,), of=row.run.subject)
-                section.alarms += lab_sections.alarms(found, section.title, section.links)
-    section.sentences.append(printable(rows.summary(Row(first))))
+            if row.contender == OURS or row.plausibility:
+                named = dataclasses.replace(row, of=row.first.subject)
+                section.alarms += lab_sections.alarms(named, section.title, section.links)
+    section.sentences.append(printable(rows.summary(Row((first,)))))
     add_roofline(section, section.title, [path], folder_of(path, folders), in_words=False)
     return str(first.device["name"]), section
 

@@ -181,7 +181,7 @@ def _collect(path: Path, found: Inputs) -> None:
         its = records.load_folder(path, Run)
         found.runs += [run for run in its if isinstance(run, RunResult)]
         of_labs = (run for run in its if isinstance(run, LabRun) and run.lab == KERNELS)
-        found.kernels += [] if found.runs else map(KernelRow, of_labs)
+        found.kernels += [] if found.runs else [KernelRow((run,)) for run in of_labs]
     elif path.parent.name == ceilings.FOLDER:
         found.ceilings += ceilings.load(path).ceilings()
     elif path.name == "roofline.csv":
@@ -363,7 +363,7 @@ def _add_kernels(
 
 def _add_benchmark(roofline: Roofline, rows: list[KernelRow], path: Path) -> None:
     """V3's own kernels: their bytes or their operations, whichever the benchmark counts."""
-    _set_device(roofline, rows[0].run.device, path)
+    _set_device(roofline, rows[0].first.device, path)
     ours = [row for row in rows if row.contender == OURS]
     points = [point for row in ours for point in _benchmark_points(row)]
     roofline.points += sorted(points, key=lambda point: -(point.seconds or 0.0))

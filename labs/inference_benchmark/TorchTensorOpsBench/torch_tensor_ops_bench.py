@@ -270,7 +270,7 @@ def table(runs: Sequence[LabRun]) -> Table:
     found: dict[str, list[str]] = {}
     for run in runs:
         if run.refused or run.error:
-            found.setdefault(LabRow((run,)).note(), []).append(run.variant)
+            found.setdefault(LabRow((run,)).note, []).append(run.variant)
     notes = [f"{'; '.join(labels)}: {note}" for note, labels in found.items()]
     if any(verdict(run) == CACHED for run in runs):
         notes.append(f"{CACHED}: it fits in the cache, where its result may stay")
