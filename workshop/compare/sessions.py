@@ -12,7 +12,6 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from workshop.gate.parity import Setting
 from workshop.judge.cases import Case, Round
 from workshop.judge.judge import Candidate, gate_shape, is_v1
 from workshop.judge.plans import LEARNING_RATE, Options, Plan, flag, record
-from workshop.judge.process import share_of_compilers
+from workshop.judge.process import in_parallel, share_of_compilers
 from workshop.results import RunResult
 from workshop.run import data, hardware, interpreter, presets, waiting
 from workshop.run.precision import LADDER, get_precision
@@ -239,15 +238,7 @@ class _Session:
 
     def _time(self, batch: list[Plan]) -> list[Plan]:
         """Those that other programs disturbed."""
-        candidates: list[Candidate] = []
-        with contextlib.ExitStack() as stack:
-            pool = ThreadPoolExecutor(max(len(batch), 1))
-            stack.callback(pool.shutdown)
-            for plan in batch:
-                with contextlib.suppress(_Failed):
-                    candidates.append(self._start(plan, len(batch) - 1))
-                    stack.callback(candidates[-1].stop)
-            list(pool.map(Candidate.prepare, candidates))
+        with in_parallel(self._started(batch)) as candidates:
             for one in candidates:
                 one.measure()
                 self._finish(one)
@@ -259,8 +250,14 @@ class _Session:
         """Whether a run's times contradict the judge's for the first time: that may be luck."""
         return bool(one.wrong_times) and not one.plan.again
 
+    def _started(self, batch: list[Plan]) -> Iterator[Candidate]:
+        """Starts a process for each plan, when V1 has answered what it needs, if it can."""
+        for plan in batch:
+            with contextlib.suppress(_Failed):
+                yield self._start(plan, len(batch) - 1)
+
     def _start(self, plan: Plan, beside: int) -> Candidate:
-        """Starts a process, when V1 has answered what it needs. Raises _Failed: V1 could not."""
+        """Raises _Failed: V1 could not answer what it needs."""
         result = record(plan, self.arguments, self.name, beside)
         if plan.again:
             result.gate = self._gates.pop(plan.label, result.gate)

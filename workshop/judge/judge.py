@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from workshop import results, versions
-from workshop.errors import WorkshopError
 from workshop.gate import audit, parity, plausibility
 from workshop.gate.audit import Course
 from workshop.judge import wire
@@ -186,13 +185,7 @@ class Candidate:
             params_with_grad=sum(sizes[name] for name in reached),
         )
         result.peak_tflops, result.peak_source = self.case.peak
-        try:
-            results.convert(RunResult, dataclasses.asdict(result), "the process told nonsense")
-        except WorkshopError as error:
-            raise Closed(str(error)) from None
-        for wrong in result.wrong():
-            raise Closed(f"the process told nonsense: {wrong}")
-        self.result = result
+        self.result = wire.sensible(wire.to_record(RunResult, dataclasses.asdict(result)))
 
     def _fail(self, closed: Closed) -> None:
         """Records why a process ended, or was ended, before its last answer."""

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +22,21 @@ from workshop.run import processes, waiting
 from workshop.versions import ROOT
 
 SECONDS_TO_STOP = 40
+MOST_AT_A_TIME = 1000
+"""Processes that may prepare in parallel, at the most."""
+
+
+class Candidate(Protocol):
+    """What a judge does with a process that is judged."""
+
+    def prepare(self) -> None:
+        """Has it build, compile and warm up, and then wait."""
+
+    def stop(self) -> None:
+        """Ends it, if it has not ended."""
+
+
+C = TypeVar("C", bound=Candidate)
 Hear = Callable[[str], object]
 """Takes a line that the process has printed."""
 
@@ -183,6 +199,21 @@ def _message(lines: Sequence[str]) -> str:
     found = (re.match(r"(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception): .+)", x) for x in lines)
     raised = [match[1] for match in found if match]
     return [*(own or raised or lines or ["no message"])][-1].removeprefix("error: ")
+
+
+@contextlib.contextmanager
+def in_parallel(candidates: Iterable[C]) -> Iterator[list[C]]:
+    """Has candidates, which start as they are taken, prepare in parallel: then each waits to be
+    timed alone. None of their processes is left when this ends, however it ends."""
+    with contextlib.ExitStack() as stack:
+        pool = ThreadPoolExecutor(MOST_AT_A_TIME)
+        stack.callback(pool.shutdown)
+        started = []
+        for one in candidates:
+            started.append(one)
+            stack.callback(one.stop)
+        list(pool.map(lambda one: one.prepare(), started))
+        yield started
 
 
 def share_of_compilers(number: int) -> dict[str, str]:

@@ -5,7 +5,6 @@ device. The judge writes the record from what it asked for; the process adds wha
 its step times have to add up to the judge's clock, or are made to.
 """
 
-import contextlib
 import copy
 import dataclasses
 import itertools
@@ -13,7 +12,6 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from workshop.errors import WorkshopError
 from workshop.judge import wire
 from workshop.judge.judge import FIXED_MS, SHARE, UNEVEN
 from workshop.judge.pipe import Closed, Message
-from workshop.judge.process import Process, share_of_compilers
+from workshop.judge.process import Process, in_parallel, share_of_compilers
 from workshop.judge.turn import Check
 from workshop.labs import TOLD, LabRun
 from workshop.run import timing
@@ -147,9 +145,7 @@ class Candidate:
         if any(spans):
             self.plan.take_times(run, spans)
             _settle(run, spans, judge_ms)
-        for wrong in run.wrong():
-            raise Closed(f"the process told nonsense: {wrong}")
-        return run
+        return wire.sensible(run)
 
 
 def _take_verdict(run: LabRun, judged: LabRun) -> None:
@@ -172,12 +168,9 @@ def _times(done: Message) -> list[float]:
 
 def _filled(planned: LabRun, told: Message) -> LabRun:
     """The record with what the process measured: what it was asked for stays."""
-    asked, what = dataclasses.asdict(planned), "the process told nonsense"
+    asked = dataclasses.asdict(planned)
     values = {name: told.values[name] for name in TOLD if name in told.values}
-    try:
-        run = results.convert(LabRun, {**asked, **values}, what)
-    except WorkshopError as error:
-        raise Closed(str(error)) from None
+    run = wire.to_record(LabRun, {**asked, **values})
     for name in ("options", "metrics", "software"):
         setattr(run, name, {**getattr(run, name), **asked[name]})
     return run
@@ -205,15 +198,8 @@ def in_turns(plans: Sequence[Plan], jobs: int) -> Iterator[LabRun]:
 
 
 def _together(plans: Sequence[Plan]) -> Iterator[LabRun]:
-    """None of the processes is left when this ends, however it ends."""
     environment = share_of_compilers(len(plans)) | os.environ
-    with contextlib.ExitStack() as stack:
-        pool = ThreadPoolExecutor(len(plans))
-        stack.callback(pool.shutdown)
-        candidates = []
-        for plan in plans:
-            candidates.append(Candidate(plan, len(plans) - 1, environment))
-            stack.callback(candidates[-1].stop)
-        list(pool.map(Candidate.prepare, candidates))
+    started = (Candidate(plan, len(plans) - 1, environment) for plan in plans)
+    with in_parallel(started) as candidates:
         for one in candidates:
             yield from one.measure()

@@ -1,17 +1,21 @@
-"""The gate's outcomes and the audit's courses as messages."""
+"""The gate's outcomes, the audit's courses and records as messages."""
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from workshop import results
+from workshop.errors import WorkshopError
 from workshop.gate.audit import BUCKETS, PROBES, Course, sketch
 from workshop.gate.parity import CURVE_STEPS, Outcome
 from workshop.judge.pipe import Closed, Message
 
+R = TypeVar("R", bound=results.Run)
+NONSENSE = "the process told nonsense"
 _GRADIENT, _MOVED, _FINGERPRINT = "gradient ", "moved ", "fingerprint "
 _KINDS = ("updates", "initial", "directions")
 """An outcome's further groups of tensors."""
@@ -100,6 +104,21 @@ def to_fingerprint(message: Message) -> dict[str, Tensor]:
     """Raises Closed: the message is no fingerprint."""
     with expected():
         return _group(message.tensors, _FINGERPRINT, PROBES)
+
+
+def to_record(kind: type[R], content: dict[str, Any]) -> R:
+    """A record of which a process has told a part. Raises Closed: a part is of the wrong type."""
+    try:
+        return results.convert(kind, content, NONSENSE)
+    except WorkshopError as error:
+        raise Closed(str(error)) from None
+
+
+def sensible(run: R) -> R:
+    """The same record. Raises Closed: its parts contradict each other."""
+    for wrong in run.wrong():
+        raise Closed(f"{NONSENSE}: {wrong}")
+    return run
 
 
 @contextlib.contextmanager
