@@ -287,10 +287,10 @@ def test_a_red_gate_and_implausible_numbers_come_first(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("broken", [
-    {"losses": [1e308, -1e308] * 40},
-    {"losses": [None] * 40},
-    {"forward_ms": [1e308], "backward_ms": [-1e308], "optimizer_ms": [0.0]},
-    {"memory_mb": {"peak": 1e15, "weights": 1e308, "gradients": -1e308}},
+    {"losses": [1e308, -1e308] * 40,
+     "memory_mb": {"peak": 1e15, "weights": 1e308, "gradients": -1e308}},
+    {"losses": [None] * 40,
+     "forward_ms": [1e308], "backward_ms": [-1e308], "optimizer_ms": [0.0]},
     {"device": {}, "data": {}, "command": [], "created": "", "software": {}, "options": {}},
     {"config_name": "$x_{1}$ 中文 😀 _a", "step_ms": [1e-9] * 3},
     {"device": {"type": "cuda", "name": "\ud800 $\\frac$"}},  # can't be encoded, and is no formula
