@@ -568,3 +568,20 @@ def test_the_gate_passes_on_a_gpu(key, as_timed, precision) -> None:
 def test_300_steps_of_text_on_a_gpu(precision) -> None:
     needs(FLOAT8[precision].float8_recipe)
     lose_no_more_than_v1(precision, GPU, ("v2", "v3", "v4"))
+
+
+@needs_v3
+def test_what_is_known_of_a_matrix_is_not_taken_for_another(emulated: None) -> None:
+    tk = versions.load("v3").tk
+    gate_up = torch.randn(16, 96).bfloat16()
+    gate_up[3, 5] = torch.nan
+    gate_up[15] *= 8
+    for spoilt in (False, True):
+        y = tk.swiglu_fused(gate_up.nan_to_num() if not spoilt else gate_up, float8=True)
+        changed = tk.swiglu_fused(gate_up.nan_to_num(), float8=True).mul_(8)
+        for x in (y, y[:7], changed):
+            found, true = (
+                each(x, torch.float8_e4m3fn, False)[1]
+                for each in (tk.round_both_ways, float8.round_both_ways)
+            )
+            assert torch.equal(found, true.nan_to_num(torch.inf))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tricks import TRICKS, add_versions, copy_checkout
+from tricks import ROOT, TRICKS, add_versions, copy_checkout
 
 FORGED = "feedc0de"
 """Text that the tricks write where they forge a record."""
@@ -94,3 +94,12 @@ def test_a_trick_earns_nothing(trick, compare) -> None:
     assert not (found.folder / "code" / "tricks" / trick.file).with_suffix(".acted").exists()
     written = [path.read_text() for path in (found.folder / "out").rglob("*.json*")]
     assert written and not any(FORGED in text for text in written)
+
+
+def test_the_document_has_a_line_for_each_kind_of_trick() -> None:
+    page = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
+    table = page.partition("## The tricks")[2].partition("\n## ")[0]
+    lines = re.findall(r"^\| (?!trick|---)(.*?) \|", table, re.MULTILINE)
+    kinds = {trick.kind for trick in TRICKS}
+    assert len(lines) == len(kinds)
+    assert all(any(line.startswith(kind) for line in lines) for kind in kinds)
