@@ -402,7 +402,6 @@ TOGETHER = [
     (REGRESSION, "check --baseline baseline.json --from-results runs --junit .", ". is a folder"),
     (REGRESSION, "baseline save --baseline b.json --repeats 1", "--repeats 1: the scatter between"),
     (DASHBOARD, "--port 65536", "between 0 and 65535"),
-    (DASHBOARD, "--export page.pdf", "name it FILE.html"),
     (MACHINE, "--collect empty", "no machine's file in it"),
     (MACHINE, "--machine ../x", "--machine "),
     (STAGES, "7", "7"),
