@@ -9,7 +9,7 @@ import pytest
 import torch
 from stored_runs import lab_run, lab_session, reference, write, write_lab
 
-from analysis_tools import performance_dashboard, report_generator
+from analysis_tools import report_generator
 from workshop import labs, records, versions
 from workshop.collection import Collection
 from workshop.compare import lab_table, tables
@@ -178,14 +178,6 @@ def test_the_table_has_each_number_once_and_all_forms() -> None:
     assert "| fp16, wrong | FAIL | - |" in tables.markdown([table])
 
 
-def test_the_table_fits_its_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    slow = [lab_run("fp16, channels-last, compiled", ms) for ms in (9.0, 11.0)]
-    lab_table.of_labs(labs.newest([*lab_session(), *slow])).show("table")
-    out = capsys.readouterr().out
-    assert "no significant difference" in out and "channels-last, compiled" in out
-    assert "6,368.2" in out and "87.6%" in out and max(map(len, out.splitlines())) <= 120
-
-
 # --- files ---------------------------------------------------------------------------------------
 
 
@@ -301,17 +293,6 @@ def test_the_dashboard_without_labs(tmp_path: Path) -> None:
         write(tmp_path, reference())
 
 
-def test_the_exported_page_of_labs_alone(tmp_path: Path) -> None:
-    write_lab(tmp_path, *lab_session())
-    file = tmp_path / "a.html"
-    assert performance_dashboard.main(["--results", str(tmp_path), "--export", str(file)]) == 0
-    page = file.read_text(encoding="utf-8")
-    assert f'value="{blocks.CONTENTS}" checked' in page and "6,368.2" in page
-    (key,) = dashboard(tmp_path).labs
-    assert f'<option value="{key}" selected>' in page
-    assert f'data-view="Labs" data-key="{key}"' in page and "No results yet" in page
-
-
 def test_the_report_of_labs_alone(tmp_path: Path) -> None:
     paths = write_lab(tmp_path, *lab_session(), lab_run(subject="resnet18", session="1",
                       plausibility=["odd"]))  # fmt: skip
@@ -329,16 +310,6 @@ def test_the_report_of_labs_alone(tmp_path: Path) -> None:
     assert red.split(" | ")[1:6] == ["FAIL", "-", "-", "-", "-"]
     assert '<section class="part" id="lab-2">' in html and '<a id="lab-2">' in markdown
     assert report_generator.main(["--results", str(tmp_path), "--output-dir", str(tmp_path)]) == 0
-
-
-def test_labs_do_not_change_what_is_said_of_versions(tmp_path: Path) -> None:
-    write(tmp_path, reference())
-    before = content.build(collect(tmp_path), title="")
-    write_lab(tmp_path, *lab_session())
-    after = content.build(collect(tmp_path), title="")
-    assert (before.rows, before.glance) == (after.rows, after.glance)
-    assert before.counts == [after.counts[0], *after.counts[2:]]
-    assert after.verdicts.startswith(before.verdicts)
 
 
 def test_a_command_has_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
