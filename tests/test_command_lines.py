@@ -473,12 +473,6 @@ REACHES = [
     ),
     (
         PLOT,
-        "--ai 1 --gflops 1 --top 3 --out a.png",
-        (figures, "draw"),
-        lambda *_, labels: labels == 3,
-    ),
-    (
-        PLOT,
         "--ai 1 --gflops 1 --precision bf16 --out a.png",
         (roofline_inputs, "from_numbers"),
         lambda *given: given[-1] == "bf16",
