@@ -148,7 +148,7 @@ def parse_context(text: str) -> dict[str, Any]:
         raise WorkshopError(
             f"--compileContext {text!r:.60}: give a dict, as in \"{{'mode': 'max-autotune'}}\""
         )
-    context = {str(name): _truth(value) for name, value in given.items()}
+    context: dict[str, Any] = {str(name): _truth(value) for name, value in given.items()}
     if isinstance(options := context.get("options"), dict):
         context["options"] = {
             MEANT.get(name, str(name).replace("-", "_")): _truth(value)
