@@ -1,4 +1,4 @@
-"""What the labs' programs share: flags, torchvision's networks, the repeats of a study, its end."""
+"""Parts that the labs' programs share: flags, torchvision's networks, a study's repeats and end."""
 
 import copy
 import sys
@@ -101,7 +101,7 @@ def told(runs: Iterable[LabRun], outcome: Callable[[LabRun], str]) -> tuple[list
     """All runs, each told in a line when it ends; and whether Ctrl-C has ended them.
 
     Raises:
-        KeyboardInterrupt: there is none yet.
+        KeyboardInterrupt: no run has ended yet.
     """
     found: list[LabRun] = []
     try:

@@ -33,6 +33,7 @@ from workshop.exercises import copies
 from workshop.gate import canonical, parity
 from workshop.results import RunResult
 from workshop.roofline import figures
+from workshop.roofline import inputs as roofline_inputs
 from workshop.run import trainer
 from workshop.versions import PEERS, VERSIONS
 
@@ -493,6 +494,12 @@ REACHES = [
         f"runs --top 3 {OUT}",
         (figures, "draw"),
         lambda *_, labels: labels == 3,
+    ),
+    (
+        PLOT,
+        "--ai 1 --gflops 1 --precision bf16 --out a.png",
+        (roofline_inputs, "from_numbers"),
+        lambda *given: given[-1] == "bf16",
     ),
     (
         "version3_triton/exercises/performance_debugging/run_all_stages.py",

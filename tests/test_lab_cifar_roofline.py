@@ -293,7 +293,6 @@ def test_amd_s_profiles(
         ("--ai -1 --gflops 1", "--ai -1.0: it must lie between"),
         ("--report {missing}", "no such file"),
         ("--report {trace}", "need counters"),
-        ("--report {raw} --chip L5", "--chip L5: not listed"),
     ],
 )
 def test_what_cannot_be_drawn(

@@ -135,12 +135,3 @@ def test_what_a_batch_needs_counts_activations_in_every_precision() -> None:
         )
         need[precision] = (many - few) / 1000
     assert need["fp32"] > 5e6 and 0.4 < need["bf16"] / need["fp32"] < 0.9
-
-
-@pytest.mark.slow
-def test_the_largest_batch_fits_in_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--network", "resnet18", "--find-max-batch", "--device", "cpu"]
-    assert main([*flags, "--output-dir", str(tmp_path)]) == 0
-    assert re.search(r"Largest batch: [\d,]+ \(fp32, inference\)", capsys.readouterr().out)

@@ -33,7 +33,6 @@ from labs.inference_benchmark import (
 )
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.modes import Setting, Variant
-from workshop import results
 from workshop.errors import WorkshopError
 from workshop.judge.pipe import Message
 from workshop.judge.turn import Shown, Turn
@@ -633,8 +632,8 @@ def test_compile_context(text: str, context: dict[str, Any]) -> None:
     ("words", "message"),
     [
         ("--compile --compileContext __import__('os')", "give a dict"),
-        ("--compile --compileContext {'mode':'fast'}", "no mode 'fast'.*max-autotune"),
-        ("--compile --compileContext {'options':{'a_b':1}}", "no option 'a_b'"),
+        ("--compile --compileContext {'mode':'fast'}", "mode=fast, should be.*max-autotune"),
+        ("--compile --compileContext {'options':{'a_b':1}}", "optimization option a_b"),
         ("--compileContext {}", "goes with --compile"),
         ("--fp16 1 --precision bf16", "give one of them"),
         ("--ladder --mode training", "are for --mode inference"),
@@ -741,36 +740,6 @@ def test_a_red_run_prints_no_throughput(capsys: pytest.CaptureFixture[str]) -> N
     output = capsys.readouterr().out
     assert "FAIL, no throughput: other logits" in output
     assert not re.search(r"Throughput:|Latency|Achieved|per second", output)
-
-
-def summary_of(run_changes: dict[str, Any], capsys: pytest.CaptureFixture[str], size: int) -> str:
-    """The summary of a run of a group of this size."""
-    one = bench(Variant())
-    one.run.gate = results.Parity(status="pass")
-    one.run.memory_mb, one.run.metrics["flop_per_byte"] = {"peak": 1e3}, 1.0
-    for name, value in run_changes.items():
-        setattr(one.run, name, value)
-    measured = measure.Measured(step_ms=one.run.step_ms)
-    show.summary(print, one, measured, Group(world_size=size))
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("processes", "words"), [
-    (1, "150.0% (above 100%: the product was measured at a busier moment"),
-    (2, "TFLOP/s: 75.0%\n"),
-])  # fmt: skip
-def test_shares_are_of_all_processes_and_more_than_all_is_explained(
-    processes: int, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    metrics = {"processes": processes, "flop_per_byte": 1.0,
-               "one_process_per_s": 100.0, "scaling_efficiency": 1.25}  # fmt: skip
-    changes = {"step_ms": [10.0], "flops_per_step": 15e9, "ceiling_tflops": 1.0, "metrics": metrics}
-    output = summary_of(changes, capsys, processes)
-    assert words in output
-    assert f"per GB: {6 / 10e-3 / processes:,.1f}\n" in output  # the peak is of one process
-    if processes > 1:
-        assert "One process alone: 100.0" in output and "GPU" not in output
-        assert "efficiency: 125.0% (above 100%: the one alone was measured" in output
 
 
 @pytest.mark.parametrize("limit", (0, 1, 2, 7, 100, 1000, 4097, 2**17, 2**20))

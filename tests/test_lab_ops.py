@@ -104,16 +104,6 @@ def test_every_operator_is_right(op: str, precision: str) -> None:
     assert run.gate.status == "pass" and len(run.step_ms) == 2, run
 
 
-def test_input_dim_stands_for_both() -> None:
-    def shapes(*words: str) -> str:
-        (case,) = bench.make_cases(bench.build_parser().parse_args(words))
-        return case.shapes
-
-    assert shapes("--input-dim", "4-5") == shapes("--input1-dim", "4-5") == "4-5, 4-5"
-    assert shapes("--input-dim", "4-5", "--input2-dim", "5") == "4-5, 5"
-    assert shapes() == "64-1024-1024, 64-1024-1024"
-
-
 # --- faults --------------------------------------------------------------------------------------
 
 

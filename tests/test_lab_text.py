@@ -597,17 +597,6 @@ def test_deepspeed_rounds_no_positions(typed, monkeypatch: pytest.MonkeyPatch) -
     assert [model.model.rotary_emb.inv_freq.dtype for model in made] == [torch.float32]
 
 
-def test_what_deepspeed_can_not_do_is_said_in_a_line(
-    refuses, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise AssertionError("AutoTP not supported for model.")
-
-    stand_in_for_deepspeed(monkeypatch, fails)
-    message = "DeepSpeed 0.19.8 can't do this here: AssertionError: AutoTP not supported for model"
-    refuses(["--engine", "deepspeed"], 77, message)
-
-
 @pytest.mark.parametrize(("damage", "message"), DAMAGED)
 def test_a_damaged_model_is_refused(
     damage: Callable[[Path], Any], message: str, saved, refuses, tmp_path: Path

@@ -4,7 +4,6 @@ takes milliseconds; and the program itself."""
 import os
 import re
 import signal
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -209,17 +208,3 @@ def test_an_interrupt_ends_all_and_keeps_what_is_complete(
     events = stand_in.log()
     assert len({pid for _, pid, _ in events}) == 8
     assert not any(is_running(int(pid)) for _, pid, _ in events)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["inference", "training"])
-def test_the_program_waits_for_its_turn(mode: str, tmp_path: Path) -> None:
-    flags = ["--network", "resnet18", *FLAGS[2:], "--iterations", "2", "--warmup-iterations", "1"]
-    flags += ["--mode", mode]
-    planned, check = single.planned(flags, "compare precision", "s")
-    command = [sys.executable, str(PROGRAM), *flags]
-    begun = results.now()
-    (run,) = turns.in_turns([turns.Plan(command, [planned], tmp_path, check=check)], 1)
-    assert run.status == "complete" and run.ceiling_tflops and run.created > begun, run.failure
-    assert run.gate.status == "pass" and len(run.step_ms) == 2
-    assert run.judge_ms and run.command == [PROGRAM.name, *flags]

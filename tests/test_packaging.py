@@ -40,6 +40,7 @@ def site(tmp_path_factory) -> Path:
     for package in ("workshop", "analysis_tools", "labs/text_generation"):
         ignored = shutil.ignore_patterns("__pycache__", "texts")
         shutil.copytree(ROOT / package, source / package, ignore=ignored)
+    shutil.copy(ROOT / "labs" / "shared.py", source / "labs")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]

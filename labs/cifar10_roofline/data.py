@@ -1,6 +1,7 @@
 """Images: CIFAR-10 by torchvision, or scikit-learn's digits in the same layout."""
 
 import importlib.util
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labs import shared
-from workshop import errors
+from workshop import errors, results
 from workshop.errors import NotOnThisMachine
 
 PATIENCE_S = 20
@@ -50,11 +51,14 @@ def load(name: str, folder: Path) -> Dataset:
     says.
 
     Raises:
+        WorkshopError: the folder can't be made.
         NotOnThisMachine: CIFAR-10 without torchvision, or digits without scikit-learn.
     """
     if name == "digits":
         return digits()
     shared.import_torchvision()
+    if not os.path.isdir(folder):  # noqa: PTH112 (Path raises for a name that is too long)
+        results.prepare_folder(folder, "--data")
     try:
         return cifar10(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError is the checksum's

@@ -7,7 +7,6 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch
 from torch.utils.data import default_collate
@@ -35,14 +34,12 @@ def storage_rate(images: Images) -> float | None:
             os.fsync(file.fileno())  # what is not yet written can't be dropped
             os.posix_fadvise(file.fileno(), 0, STORED_BYTES, os.POSIX_FADV_DONTNEED)
     start = time.perf_counter()
-    read = sum(map(_read_first, files))
+    read = 0
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            read += len(file.read(STORED_BYTES))
     per_s = read / (time.perf_counter() - start)
     return per_s * len(pngs or images) / sum(path.stat().st_size for path in files)
-
-
-def _read_first(path: Path) -> int:
-    with path.open("rb", buffering=0) as file:
-        return len(file.read(STORED_BYTES))
 
 
 def read_rate(images: Images) -> float:

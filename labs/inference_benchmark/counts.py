@@ -73,10 +73,6 @@ def count(model: nn.Module, image: Tensor) -> Counts:
     return Counts(flops, tuple(found.layers), sum(p.numel() for p in model.parameters()))
 
 
-def _is_unit(module: nn.Module) -> bool:
-    return isinstance(module, _UNITS) or next(module.children(), None) is None
-
-
 class _Layers(TorchDispatchMode):
     """Lists a network's layers as they run: modules without children by their hooks, and each
     operation outside of them."""
@@ -108,7 +104,8 @@ class _Layers(TorchDispatchMode):
         def leave(*_: object) -> None:
             self._callers.pop()
 
-        first, last = (before, after) if _is_unit(module) else (enter, leave)
+        is_unit = isinstance(module, _UNITS) or next(module.children(), None) is None
+        first, last = (before, after) if is_unit else (enter, leave)
         module.register_forward_pre_hook(first)
         module.register_forward_hook(last)
 

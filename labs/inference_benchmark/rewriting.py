@@ -80,7 +80,10 @@ class ConvolutionRelu(nn.Module):
     def __init__(self, convolution: nn.Conv2d) -> None:
         super().__init__()
         self.convolution = convolution
-        self.bias = nn.Parameter(_bias(convolution), requires_grad=False)
+        bias = convolution.bias
+        if bias is None:
+            bias = convolution.weight.new_zeros(convolution.out_channels)
+        self.bias = nn.Parameter(bias.detach(), requires_grad=False)
         sides = (convolution.stride, convolution.padding, convolution.dilation)
         self.geometry = [[int(n) for n in pair] for pair in sides]
 
@@ -88,11 +91,6 @@ class ConvolutionRelu(nn.Module):
         run = opaque_convolution if torch.compiler.is_compiling() else fused_convolution
         result: Tensor = run(x, self.convolution.weight, self.bias, added, *self.geometry)
         return result
-
-
-def _bias(convolution: nn.Conv2d) -> Tensor:
-    bias = convolution.bias
-    return convolution.weight.new_zeros(convolution.out_channels) if bias is None else bias.detach()
 
 
 def fuse_relus(model: nn.Module) -> nn.Module:

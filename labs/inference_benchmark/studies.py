@@ -420,11 +420,6 @@ def _runs(model: torch.nn.Module, variant: Variant, setting: Setting, training: 
         torch.cuda.empty_cache()
 
 
-def _image_bytes(network: networks.Network) -> int:
-    """The size of one image in fp32."""
-    return 4 * 3 * network.edge**2
-
-
 class _Need:
     """The bytes that a batch needs on a CPU: a straight line through the peaks of one and two
     images, since a system without memory left ends the process."""
@@ -442,7 +437,7 @@ class _Need:
                 # Made before it is measured: converting weights takes more than so few images.
                 iteration = measure.make_iteration(model, variant, few, training)
                 copies = 2 if training else 3
-                held = copies * batch * _image_bytes(setting.network)
+                held = copies * batch * 4 * 3 * setting.network.edge**2  # images in fp32
                 peaks.append(memory.cpu_step_peak(iteration, lambda held=held: held))  # type: ignore[misc]
             slope = (peaks[1] - peaks[0]) / 2
             weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])

@@ -74,20 +74,12 @@ def summary(device: str, sessions: Iterable[Sequence[LabRow]]) -> Table:
             if run.options["strategy"] not in strategies.NAMES:
                 continue
             its = [one for one in rows if one.first.subject == run.subject]
-            name, n, scaling, batch, *measured, _, verdict = cells(row, its)
+            name, n, scale, batch, *measured, _, verdict = cells(row, its)
             one, model = alone(row, its), run.subject.split(",")[0]
             alone_ms = number(one.step_ms if one else None, ",.2f")
-            newest[model, name, n, scaling] = [
-                model,
-                name,
-                n,
-                scaling,
-                batch,
-                alone_ms,
-                *measured,
-                verdict,
-                run.git_commit[:7],
-            ]
+            commit = (run.git_commit or "-")[:7]
+            line = [model, name, n, scale, batch, alone_ms, *measured, verdict, commit]
+            newest[model, name, run.processes, scale] = line
     header = ("model", *HEADER[:4], "ms of one process", *HEADER[4:-2], HEADER[-1], "commit")
     found = [Line(newest[key]) for key in sorted(newest)]
     return Table(device, header, found, left=(0, 1, 3, 11, 12))

@@ -155,7 +155,8 @@ class FastLlama:
                 f"model_type {theirs.config.model_type!r}: the fast engine knows only 'llama'; "
                 "take --engine hf or static"
             )
-        self.config = config = theirs.config
+        config: Any = theirs.config
+        self.config = config
         rope = LlamaRotaryEmbedding(config)
         check(config, rope)
         eos = theirs.generation_config.eos_token_id

@@ -72,14 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             arguments.output_file = None
             arguments.output_dir, arguments.candidate = None, False
-        stack.callback(_leave_group)
+        stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
         stack.enter_context(trainer.memory_failure_as(_too_large))
         return generate(prepare(arguments, texts, device, precision, stack))
-
-
-def _leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _too_large(asked: str) -> OutOfMemory:

@@ -27,7 +27,7 @@ _TREATMENTS = {
         "elementwise": "--fold-norms takes the batch norms out; --compile joins what lies between "
         "the products.",
         "device-copies": "--channels-last spares the libraries' changes of layout; --fp16 1 casts "
-        "the weights once, where --amp-opt-level casts at every operation.",
+        "the weights once.",
         "materialised-attention": "--compile joins softmax with what surrounds it.",
         "optimizer": "An update costs the same for any batch: a larger --batch-size makes it a "
         "smaller part.",

@@ -20,7 +20,7 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
     import_torch()
 
 from workshop import errors, results
-from workshop.arguments import count, parse
+from workshop.arguments import parse
 from workshop.errors import WorkshopError
 from workshop.profilers.metrics import digits
 from workshop.profilers.names import printable
@@ -34,6 +34,9 @@ from workshop.roofline.model import (
     rate_text,
     sentences,
 )
+
+DESCRIBED = 12
+"""Points, at most, that are described in words."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -51,22 +54,10 @@ def build_parser() -> argparse.ArgumentParser:
     for level in ("bw", "l2", "l1"):
         what = "memory" if level == "bw" else f"{level.upper()} cache"
         add(f"--peak-{level}", type=float, metavar="X", help=f"GB/s of the {what}")
-    add(
-        "--chip",
-        metavar="NAME",
-        help='data sheet of a listed chip, as "L4" (default: the report\'s)',
-    )
     add("--precision", choices=("fp32", "tf32", "bf16", "fp16"),
         help="of --peak-compute (default: that of most operations, else fp32)")  # fmt: skip
     add(
         "--label", metavar="TEXT", help="of the point, or of all kernels (default: the file's name)"
-    )
-    add(
-        "--top",
-        type=count,
-        default=12,
-        metavar="N",
-        help="points to describe (default %(default)s)",
     )
     add("--out", type=Path, metavar="FILE", default=Path("roofline.png"),
         help="the picture, a PNG (default: %(default)s)")  # fmt: skip
@@ -86,14 +77,10 @@ def _plot(arguments: argparse.Namespace) -> int:
     precision = arguments.precision or main_point.precision
     caches = {"L2": arguments.peak_l2, "L1": arguments.peak_l1}
     given = inputs.given_ceilings(arguments.peak_compute, arguments.peak_bw, precision, caches)
-    ceilings.attach(roofline, given=given, chip=arguments.chip)
+    ceilings.attach(roofline, given=given)
     with results.atomic_path(arguments.out) as path:
-        figures.draw(roofline, path, labels=min(arguments.top, figures.MOST_DRAWN))
-    for line in (
-        *sentences(roofline, arguments.top),
-        *ridge(roofline, main_point),
-        *flags(roofline),
-    ):
+        figures.draw(roofline, path, labels=min(DESCRIBED, figures.MOST_DRAWN))
+    for line in (*sentences(roofline, DESCRIBED), *ridge(roofline, main_point), *flags(roofline)):
         print(line)
     for note in roofline.notes:
         print(f"note: {note}")
