@@ -1,4 +1,4 @@
-"""Whether this machine is ready for the workshop, and a table of all machines in the room.
+"""Checks that this machine is ready for the workshop; a table of all machines in the room.
 
     python -m workshop.classroom.check_machine
         checks this machine, writes results/machines/NAME.json
@@ -43,21 +43,21 @@ _FLAGS = {ENVIRONMENT: ("--compile",), ROCM: (), PROFILERS: ()}
 _GATE = ("--config", "tiny", "--batch-size", "1", "--seq-len", "33")
 """A few tokens: V3's kernels may have to be interpreted."""
 _SECONDS = 400
-"""That a check may take: a kernel's first compilation, on a busy node."""
+"""Limit of a check: a kernel's first compilation, on a busy node."""
 PASS, FAIL, SKIPPED, UNTRIED = "pass", "FAIL", "skipped", "untried"
 _NAME = re.compile(r"\w[\w.-]{,63}", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found on one machine. `attention` and `absent` are sentences: what must be fixed
+    """Findings on one machine. `attention` and `absent` are sentences: what must be fixed
     before the workshop, and what is missing there and may be."""
 
     name: str
     checked: str
     """When, in UTC."""
     commit: str
-    """Of the checkout; "-dirty" behind it says that files were changed."""
+    """The checkout's; "-dirty" behind it says that files were changed."""
     python: str
     torch: str
     device: str
@@ -171,7 +171,7 @@ def _summary(machine: Machine) -> Iterator[str]:
 # --- one machine ---------------------------------------------------------------------------------
 
 Rows = list[dict[str, typing.Any]]
-"""Of a validation script: what, found, version, purpose, remedy and needed of each thing."""
+"""Rows of a validation script: what, found, version, purpose, remedy and needed of each thing."""
 
 
 def examine(name: str) -> Machine:
@@ -214,8 +214,8 @@ def _announce(what: str) -> None:
 
 
 def _script_rows(script: str, flags: Iterable[str]) -> tuple[Rows, str]:
-    """What a validation script found; or why it gave no answer. Nothing, where it is not for this
-    machine and so was promised nothing."""
+    """A validation script's rows; or why it gave no answer. Nothing, where it is not for this
+    machine."""
     command = [sys.executable, str(SCRIPTS / f"{script}.py"), "--json", *flags]
     status, output, problem = _run(command)
     try:
@@ -370,8 +370,8 @@ def _gates(machine: Machine) -> str:
 
 
 def notes(machines: list[Machine], problems: list[str]) -> list[str]:
-    """What must be fixed where; where machines differ that should be alike; what is missing, with
-    how to get it and where."""
+    """Notes: what must be fixed where; where machines differ that should be alike; what is missing,
+    with how to get it and where."""
     ready = sum(machine.ready for machine in machines)
     lines = [f"{ready} of {len(machines)} machines ready", *problems]
     lines += [f"{machine.name}: fix {what}" for machine in machines for what in machine.attention]

@@ -13,12 +13,12 @@ from workshop.exercises.sheet import SESSION_MINUTES, Sheet
 BEGIN = 9 * 60
 """Minutes after midnight."""
 AT_HOME = ("memory_analysis", "rocm_tools_intro", "custom_kernels", "production_deployment")
-"""Of each session one exercise, whose minutes go to slides, questions and commands."""
+"""One exercise of each session, whose minutes go to slides, questions and commands."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Of a day: minutes of its own, a session, or a lab: a talk of so many minutes, exercises."""
+    """Part of a day: minutes of its own, a session, or a lab: a talk of some minutes, exercises."""
 
     what: str
     minutes: int = 0

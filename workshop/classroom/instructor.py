@@ -18,11 +18,11 @@ GUIDE = ROOT / "exercises" / "instructor_guide.md"
 PUBLISHED = ROOT / "tests" / "fixtures" / "published_tables.json"
 _SIZES, _PRECISION = ("small", "medium"), "bf16"
 _CATEGORIES = 3
-"""Of a profile's time, the largest."""
+"""Categories of a profile that are named, the largest."""
 
 
 def parts(recorded: Collection) -> dict[str, str]:
-    """What belongs between each pair of the guide's markers, Markdown by the markers' name."""
+    """Markdown for each pair of the guide's markers, by the markers' name."""
     steps = (
         *("version", "size", "step ms", "forward", "backward", "optimizer", "speed-up [95%]"),
         *("peak MB", "of it activations and rest", "of peak", "files"),
@@ -46,7 +46,7 @@ def _link(path: Path) -> str:
 
 
 def _steps(recorded: Collection) -> Iterator[tuple[str, ...]]:
-    """Of the versions as they are, in processes that passed the gate."""
+    """Rows of the versions as they are, in processes that passed the gate."""
     _, of_ladders = studies.split(recorded.runs)
     for group in comparisons.groups(of_ladders):
         for row, stored in group.pairs():

@@ -1,4 +1,4 @@
-"""What a notebook needs beside the tools: to run them from a cell, and to show what they made.
+"""Functions for notebooks: they run the tools from a cell, and show what these made.
 
 No number is made here: each comes from the gate or from a result file. Nothing of Jupyter is
 imported: an object with `_repr_html_` is enough.
@@ -96,7 +96,7 @@ def _check(path: Path, status: int) -> None:
 
 
 def changes(name: str, old: str, new: str) -> Shown:
-    """What a class or function of the model became from one version to another, as a diff.
+    """Changes of a class or function of the model from one version to another, as a diff.
 
     Raises:
         WorkshopError: one of the versions has no such definition.

@@ -1,4 +1,4 @@
-"""What went wrong in a participant's file, in one line with the line of the file."""
+"""Errors in a participant's file, each in one line with the line of the file."""
 
 import traceback
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def as_item(error: BaseException, work: Work) -> Item:
 
 
 def missing(error: BaseException) -> NotOnThisMachine | None:
-    """What is missing on this machine, if the error comes from that."""
+    """Names what this machine lacks, if the error comes from that."""
     if isinstance(error, NotOnThisMachine):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name == "triton":
@@ -42,7 +42,7 @@ def missing(error: BaseException) -> NotOnThisMachine | None:
 
 
 def _of_running(error: BaseException, work: Work) -> Item:
-    """Of code that ran: the innermost line of the participant's file has the blame, if any."""
+    """An error of code that ran: the participant's innermost line has the blame, if any."""
     blamed = [
         (link, found) for link in _chain(error) if (found := _innermost(link, work.mine_path))
     ]

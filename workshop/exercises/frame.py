@@ -1,4 +1,4 @@
-"""What an exercise's check is written against.
+"""The interface that an exercise's check is written against.
 
     def check(work: Work) -> Iterable[Item]:
         ...
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 STARTER, MINE = "starter.py", "mine.py"
 QUESTIONS, MY_ANSWERS = "answers.toml", "my_answers.toml"
 DIAGNOSIS, MY_DIAGNOSIS = "diagnosis.toml", "my_diagnosis.toml"
-"""What performance_debugging calls its answers."""
+"""The names of performance_debugging's answers."""
 COPIES = {STARTER: MINE, QUESTIONS: MY_ANSWERS, DIAGNOSIS: MY_DIAGNOSIS}
-"""What an exercise gives to fill, and what the participant's own copy of it is called."""
+"""Files that an exercise gives to fill, and the names of the participant's copies."""
 RESULTS = ROOT / "results"
 _NOT_OWN = ("reference", "exercises")
 """Folders of results that hold no measurement of the participant's."""
@@ -48,7 +48,7 @@ class Item:
     what: str
     """A short phrase."""
     why: str = ""
-    """What was found, where it helps; may have several lines."""
+    """The finding, where it helps; may have several lines."""
 
 
 def judged(right: bool, what: str, otherwise: str) -> Item:
@@ -68,7 +68,7 @@ class Missing(WorkshopError):
 
 
 class Work:
-    """What a participant did for one exercise, and measured."""
+    """A participant's work on one exercise, with what was measured."""
 
     def __init__(
         self,
@@ -182,8 +182,8 @@ class Work:
     def profile(
         self, version: str, tool: str = "pytorch_profiler"
     ) -> tuple["KernelTable", "RunResult | None"] | None:
-        """What the participant's own profile of a version shows, and the record of what was
-        profiled; None if there is none.
+        """The kernels of the participant's own profile of a version, and the record of the profiled
+        run; None without one.
 
         Raises:
             WorkshopError: there is one, and it can't be read.
@@ -199,14 +199,14 @@ class Work:
 
 
 def sizes(run: "RunResult") -> "Sizes":
-    """Of the model that a run trained."""
+    """Sizes of the model that a run trained."""
     from workshop.run.flops import Sizes
 
     return Sizes(**{name: int(run.config[name]) for name in Sizes.__dataclass_fields__})
 
 
 def setting(run: "RunResult") -> tuple[object, ...]:
-    """What two runs must share to be compared, besides their batch and length."""
+    """Settings that two runs must share to be compared, besides their batch and length."""
     options = (run.options.get("compile"), run.options.get("cuda_graph"))
     return run.config, run.precision, run.device.get("name"), options
 

@@ -15,7 +15,7 @@ from workshop.exercises.answers import Answers
 from workshop.exercises.frame import Item, Part, Work
 
 M = TypeVar("M")
-"""What a check has gathered from the participant's results."""
+"""Values that a check has gathered from the participant's results."""
 NEARLY_RIGHT = 1.2
 """Up to this factor a difference is said in percent."""
 
@@ -129,7 +129,7 @@ class Written(Generic[M]):
     key: str
     what: str
     fault: Callable[[M, str], str]
-    """What is wrong with a text; "" of a right one."""
+    """Returns what is wrong with a text; "" for a right one."""
 
     def item(self, answers: Answers, m: M) -> Item:
         why = self.fault(m, answers.text(self.key))

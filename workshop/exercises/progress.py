@@ -13,7 +13,7 @@ SCHEMA_VERSION = 1
 
 @dataclass
 class State:
-    """Of one exercise."""
+    """Progress in one exercise."""
 
     checks: int = 0
     green: int = 0
@@ -22,7 +22,7 @@ class State:
     passed: str | None = None
     """When a check was all green for the first time, ISO 8601."""
     hints: int = 0
-    """That were shown."""
+    """The number that was shown."""
 
 
 @dataclass

@@ -44,11 +44,11 @@ _LOOK_S = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a check found."""
+    """Result of a check."""
 
     items: list[Item]
     missing: str | None = None
-    """What this machine does not have for it, in a sentence."""
+    """Names what this machine lacks for it; None if nothing."""
     printed: list[str] = dataclasses.field(default_factory=list)
     """The last lines of what the participant's code printed."""
 
@@ -202,8 +202,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _limit_files() -> None:
-    """Of this process and those that it starts: one file's size, and none of a process that
-    crashed."""
+    """Limits the size of a file of this process and of those that it starts; no core dumps."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     most = _MOST_WRITTEN if hard == resource.RLIM_INFINITY else min(hard, _MOST_WRITTEN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))

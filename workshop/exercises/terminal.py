@@ -1,4 +1,4 @@
-"""What the exercises' commands print."""
+"""Output of the exercises' commands."""
 
 import re
 from collections.abc import Sequence
@@ -96,7 +96,7 @@ def _typed(path: Path) -> str:
 
 
 def begun(sheet: Sheet, made: Sequence[Path], kept: Sequence[Path] = ()) -> Text:
-    """What to do with new copies, and where the old ones are."""
+    """Says what to do with new copies, and where the old ones are."""
     text = Text.assemble((sheet.title, "bold"), "\n")
     text.append("".join(f"  kept {_typed(path)}\n" for path in kept))
     text.append("".join(f"  made {_typed(path)}\n" for path in made))
