@@ -47,8 +47,11 @@ def tables(bench: Bench, say: Say) -> None:
     for line in (RULE, f"PyTorch Profiler Results ({ITERATIONS} iterations):", RULE):
         say(line)
     for place, name in {"CPU": "cpu", **({"CUDA": "device"} if on_gpu else {})}.items():
-        for what in ("time_total", "memory_usage"):
-            say(f"Top {ROWS} operations by {what.partition('_')[0]} of their own (Self {place}):")
+        for what, heading in (
+            ("time_total", f"Top {ROWS} operations by total {place} time of their own"),
+            ("memory_usage", "Memory Profiling, by what an operation itself takes and keeps"),
+        ):
+            say(f"{heading} (Self {place}):")
             table = by_name.table(
                 sort_by=f"self_{name}_{what}", row_limit=ROWS, max_name_column_width=NAME_WIDTH
             )
