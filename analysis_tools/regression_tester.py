@@ -302,7 +302,7 @@ def _table(group: list[Finding]) -> Table:
 
 
 def cells(f: Finding) -> tuple[str, ...]:
-    """Of one line, in the order of HEADER."""
+    """The cells of one line, in the order of HEADER."""
     visible = "-" if f.visible is None else _share(f.visible)
     return (
         f"{f.version} {f.variant}".strip(),

@@ -328,7 +328,7 @@ def kernels(measured: Measured) -> Shown:
     """V3's operators at their largest size against the fastest other that is right."""
     gains: dict[str, float] = {}
     for path, runs in measured.all.kernels.items():
-        its = list(map(Row, runs))
+        its = [Row((run,)) for run in runs]
         gains |= {best.ours.op: best.gain for best in against_fastest(its)}
         device = runs[0].device.get("name")
         measured.use([path], f"forward and backward, {its[0].precision}, {device}")

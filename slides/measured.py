@@ -20,7 +20,7 @@ from workshop.report.comparisons import Group
 from workshop.versions import ALL, BASELINE, VERSIONS
 
 SIZES, PRECISION = ("small", "medium"), "bf16"
-"""What the decks show; where a size was not measured, another one."""
+"""The sizes that the decks show; where a size was not measured, another one."""
 
 
 class NotMeasured(WorkshopError):
@@ -86,7 +86,7 @@ class Measured:
         self.use([one.path for one in stored], ", ".join(words))
 
     def ladder(self, size: str) -> Ladder:
-        """Of one of SIZES."""
+        """The rows of one of SIZES."""
         by_size = {(one.first.config, one.first.precision): one for one in self.ladders}
         named = {config: by_size.pop((config, PRECISION), None) for config in SIZES}
         others = iter(by_size.values())

@@ -47,11 +47,11 @@ class Bars:
     categories: Sequence[str]
     series: Mapping[str, Sequence[float | None]]
     axis: str
-    """What the values are, with their unit."""
+    """The meaning of the values, with their unit."""
     colours: Sequence[str]
-    """Of the series; of a single series' bars."""
+    """The colours of the series; of a single series' bars."""
     form: str = ""
-    """Of the numbers at the bars, as a spreadsheet has it; without one the axis has numbers."""
+    """A spreadsheet's format of the numbers at the bars; without one the axis has numbers."""
     stacked: bool = False
     across: bool = False
     """Bars lie, the first on top: for long categories."""
@@ -96,7 +96,7 @@ class Lanes:
 
     rows: Mapping[str, Sequence[tuple[float, float, str, str]]]
     legend: Mapping[str, str]
-    """Of colours."""
+    """Names of colours."""
 
 
 Body = Bars | Curves | Code | Points | Cards | Lanes
@@ -217,7 +217,7 @@ def _colour(shape: Any, colour: str) -> None:
 
 
 def _height(body: Body) -> int:
-    """What a body needs; 0 if it takes what is left."""
+    """The height that a body needs; 0 if it takes what is left."""
     if not isinstance(body, Code):
         return 0
     return int(Pt(sum(len(wrapped(line)) for line in body.lines) * SMALLEST * LINE + 16))
@@ -389,7 +389,7 @@ def _add_chart(page: Any, kind: Any, box: Box, data: Any) -> Any:
 
 
 def _name(owner: Any, title: str, text: str) -> None:
-    """Of a chart or an axis."""
+    """The title of a chart or an axis."""
     owner.has_title = True
     frame = getattr(owner, title).text_frame
     frame.text = text
@@ -397,5 +397,5 @@ def _name(owner: Any, title: str, text: str) -> None:
 
 
 def _element(axis: Any, name: str, value: str) -> Any:
-    """Of an axis' XML, for what python-pptx has no property."""
+    """A part of an axis' XML, for what python-pptx has no property."""
     return axis._element.makeelement(qn(f"c:{name}"), {"val": value})

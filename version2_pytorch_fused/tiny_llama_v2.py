@@ -56,7 +56,7 @@ class TinyLlamaConfig:
 
 @dataclass(frozen=True)
 class Fusions:
-    """What V2 fuses. Off means V1's code for that part."""
+    """The parts that V2 fuses. Off means V1's code for that part."""
 
     fuse_qkv: bool = True  # one (C, (H + 2K) D) product instead of three
     fuse_gate_up: bool = True  # one (C, 2F) product instead of two
@@ -193,7 +193,7 @@ class TinyLlama(nn.Module):
 
     rope_cos: Tensor
     rope_sin: Tensor
-    # Which of V1's weights are stacked, row upon row, in which of ours: parity.py reads it.
+    # V1's weights that are stacked, row upon row, in each of ours: parity.py reads this.
     fused_weights = {
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),

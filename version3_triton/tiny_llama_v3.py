@@ -65,7 +65,7 @@ class TinyLlamaConfig:
 
 @dataclass(frozen=True)
 class Fusions:
-    """Which operators are kernels. Off means plain PyTorch for that part."""
+    """The operators that are kernels. Off means plain PyTorch for that part."""
 
     fuse_norm: bool = True  # rms_norm, add_rms_norm
     fuse_swiglu: bool = True  # swiglu_linear
@@ -97,7 +97,7 @@ class RMSNorm(nn.Module):
         return self.add_norm(branch, stream, self.weight, self.eps)
 
     def bring_largest(self) -> None:
-        """What it returns goes into a product in fp8."""
+        """Has the norm's kernel find the amax: its result goes into a product in fp8."""
         if self.norm is tk.rms_norm:
             self.norm = partial(tk.rms_norm, float8=True)
             self.add_norm = partial(tk.add_rms_norm, float8=True)
@@ -193,7 +193,7 @@ class TinyLlama(nn.Module):
 
     rope_cos: Tensor
     rope_sin: Tensor
-    # Which of V1's weights are stacked, row upon row, in which of ours: parity.py reads it.
+    # V1's weights that are stacked, row upon row, in each of ours: parity.py reads this.
     fused_weights = {
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),

@@ -33,7 +33,7 @@ _OPTIONS = {
     "differentiable": False,
     "decoupled_weight_decay": True,
 }
-"""Of PyTorch's groups: what the kernels compute."""
+"""Values of PyTorch's groups that the kernels compute."""
 
 
 # --- kernels ------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class AdamW(torch.optim.Optimizer):
                 renew_rounded(p)
 
     def _tensors(self, p: Tensor) -> list[Tensor]:
-        """What the kernels need of a parameter, in their order, but for the copy."""
+        """The kernels' tensors of a parameter, in their order, without the copy."""
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros((), device=p.device)
@@ -220,7 +220,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 class _Tables:
-    """What the kernels look up of a group's parameters, on the device.
+    """Tables on the device in which the kernels look up a group's parameters.
 
     A captured step copies its addresses from the host at each replay: that memory stays as it is
     for as long as the optimizer lives. And it is there before the capture, which may not allocate
@@ -303,7 +303,7 @@ def _check_options(group: dict[str, Any]) -> None:
 
 
 def _check(parameters: list[Tensor]) -> None:
-    """What the kernels can't update is refused before any step is counted."""
+    """Refuses parameters that the kernels can't update, before any step is counted."""
     for p in parameters:
         assert p.grad is not None
         for name, tensor in (("parameter", p), ("gradient", p.grad)):

@@ -90,7 +90,7 @@ def _float8_round_kernel(
 
 
 def new_largest(x: Tensor, float8: bool) -> Tensor | None:
-    """What a kernel raises to the largest size of an element, (1,); None unless fp8 needs it."""
+    """A tensor (1,) that a kernel raises to the amax; None unless fp8 needs it."""
     return x.new_zeros(1, dtype=torch.float32) if float8 else None
 
 
@@ -102,7 +102,7 @@ def keep_largest(x: Tensor, largest: Tensor | None) -> Tensor:
 
 
 def _known_largest(x: Tensor) -> Tensor | None:
-    """What is known of x, or of the tensor whose other shape it is."""
+    """The amax that a kernel left with x, or with the tensor that x is a view of."""
     whole = x if x._base is None else x._base
     largest, version = getattr(whole, "largest", (None, 0))
     return largest if version == x._version and whole.numel() == x.numel() else None

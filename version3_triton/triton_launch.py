@@ -1,4 +1,4 @@
-"""What V3's kernels share: where they run, how the tuned tiles are looked up, what is refused.
+"""Parts that V3's kernels share: where they run, how tuned tiles are looked up, what is refused.
 
 Without a GPU the kernels run in Triton's interpreter: every program of the grid in turn, on the
 CPU, in numpy. That is slow, but it is the same kernel, so that it can be read, broken and tested
@@ -168,7 +168,7 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def describe_tiles(num_stages: int, *tensors: tuple[Tensor, int]) -> tuple[bool, list[Any]]:
-    """What a kernel is given to read or write tiles of rows of (B, heads, T, D) tensors.
+    """A kernel's arguments for tiles of rows of (B, heads, T, D) tensors.
 
     Descriptors for the copy engine (TMA) where there is one, from Hopper on, and it can read all
     of them: 16-byte aligned, no stride of zero. The tensors themselves, as pointers, elsewhere,
@@ -221,7 +221,7 @@ def begin_early() -> None:
 
 
 def launch_options(num_warps: int) -> dict[str, Any]:
-    """What a launch is given besides the kernel's arguments."""
+    """Options of a launch, besides the kernel's arguments."""
     if EARLY.value and _from_hopper_on(architecture()):
         return {"num_warps": num_warps, "launch_pdl": True}
     return {"num_warps": num_warps}
@@ -255,7 +255,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """What a matrix product of x would be computed in: x's own dtype unless autocast is on."""
+    """The dtype of a matrix product of x: x's own unless autocast is on."""
     if x.dtype in DTYPES and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype

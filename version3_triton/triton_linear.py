@@ -26,7 +26,7 @@ class _Kept:
 
 
 _kept = WeakTensorKeyDictionary()
-"""Of weights whose optimizer renews their copies."""
+"""Copies of weights whose optimizer renews them."""
 
 
 def has_wide_products() -> bool:
@@ -54,7 +54,7 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     if weight.dtype == dtype:
         return weight
     kept = None
-    # What is made in inference mode can't be trained with later.
+    # A copy that is made in inference mode can't be trained with later.
     if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
         kept = _kept.get(weight)
     if kept is None:

@@ -168,7 +168,7 @@ BACKWARD_BLOCKS: Blocks = {
 }
 # A fourth stage pays while no more bytes than this are on their way to a multiprocessor (H200).
 IN_FLIGHT = 64 * 1024
-# Of _rms_norm_sum_kernel: rows, columns and warps. sm: swept on an H200. gfx: unmeasured.
+# _rms_norm_sum_kernel's tiles: rows, columns and warps. sm: swept on an H200. gfx: unmeasured.
 SUM_BLOCKS = {"sm": (256, 8, 8), "gfx": (256, 16, 4), "interpreter": (1024, 1024, 1)}
 
 

@@ -58,7 +58,7 @@ class TinyLlamaConfig:
 
 @dataclass(frozen=True)
 class Fusions:
-    """What can be left out of this version, beside the compiler and the graph."""
+    """Parts that can be left out of this version, beside the compiler and the graph."""
 
     fuse_weight_grads: bool = True  # WideLinear
 
@@ -160,7 +160,7 @@ class TinyLlama(nn.Module):
 
     rope_cos: Tensor
     rope_sin: Tensor
-    # Which of V1's weights are stacked, row upon row, in which of ours: parity.py reads it.
+    # V1's weights that are stacked, row upon row, in each of ours: parity.py reads this.
     fused_weights = {
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     }

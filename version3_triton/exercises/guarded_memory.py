@@ -74,7 +74,7 @@ def watched_loads(*inputs: Tensor) -> Iterator[list[str]]:
 
 
 def _beside_input(tensor: Tensor, addresses: Tensor) -> str:
-    """What to say of the addresses that are in a tensor's memory and not the tensor's."""
+    """Words for the addresses that are in a tensor's memory and not the tensor's."""
     beside = torch.ones(_extent(tensor) + 2 * GUARD, dtype=torch.bool)
     beside.as_strided(tensor.shape, tensor.stride(), GUARD).fill_(False)
     places = (addresses - tensor.data_ptr()) // tensor.element_size() + GUARD
@@ -144,7 +144,7 @@ def device() -> torch.device:
 
 
 def to_the_first_red(items: Iterable[Item]) -> Iterator[Item]:
-    """Of the cases of a kernel: those after it would show the same mistake again."""
+    """The cases of a kernel up to the first that fails: later ones would show the same mistake."""
     for item in items:
         yield item
         if not item.ok:

@@ -27,7 +27,7 @@ MOST_AT_A_TIME = 1000
 
 
 class Candidate(Protocol):
-    """What a judge does with a process that is judged."""
+    """A process that is judged, as its scheduler sees it."""
 
     def prepare(self) -> None:
         """Has it build, compile and warm up, and then wait."""

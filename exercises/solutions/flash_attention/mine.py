@@ -64,7 +64,7 @@ def flash_backward(
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """Of queries (..., R, D) and keys (..., N, D) that begin at the same token: (..., R, N)."""
+    """Scores (..., R, N) of queries (..., R, D) and keys (..., N, D) from the same first token."""
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(diagonal=1)
     return scores.masked_fill(future, float("-inf"))

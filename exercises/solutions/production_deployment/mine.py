@@ -75,5 +75,5 @@ def measure(
 
 
 def release_verdict(exit_status: int) -> str:
-    """What a release pipeline makes of `regression_tester.py check`'s exit status."""
+    """A release pipeline's reading of `regression_tester.py check`'s exit status."""
     return {0: "pass", 77: "unknown"}.get(exit_status, "fail")

@@ -26,7 +26,7 @@ class Measured:
     earlier: RunResult
     doubled: RunResult
     files: tuple[Path, ...]
-    """Of the three."""
+    """Result files of the three runs."""
 
     @property
     def work(self) -> flops.StepFlops:
@@ -67,7 +67,7 @@ def step_ms(run: RunResult) -> float:
 
 
 def least_ms(m: Measured) -> float:
-    """Of a step's operations at the peak of the later run."""
+    """Time of a step's operations at the peak of the later run."""
     return m.work.total / 1e9 / (m.later.peak_tflops or float("nan"))
 
 

@@ -32,7 +32,7 @@ class Measured:
     single: KernelTable
 
     def percent(self, categories: tuple[str, ...]) -> float:
-        """Of the kernels' time."""
+        """Share of the kernels' time."""
         of = self.table.category_ns()
         return 100 * sum(of.get(name, 0.0) for name in categories) / self.table.total_ns
 
@@ -47,7 +47,7 @@ class Measured:
         return advisor.headline(advisor.advise(self.table, self.run))
 
     def twice_as_fast(self, categories: tuple[str, ...]) -> float:
-        """What a step gains at most if these took half of their time."""
+        """Greatest speed-up of a step if these took half of their time."""
         part = self.percent(categories) / 100 * self.busy
         return 1 / (1 - part / 2)
 
@@ -57,7 +57,7 @@ def check(work: Work) -> Iterator[Item]:
 
 
 def calls(table: KernelTable) -> float:
-    """Of one step."""
+    """Kernel launches of one step."""
     return table.launches / (table.steps or 1)
 
 

@@ -36,7 +36,7 @@ def rest_mb(run: RunResult) -> float:
 
 
 def square_mb(run: RunResult) -> float:
-    """Of the softmax's results in all layers, in fp32."""
+    """Memory of the softmax's results in all layers, in fp32."""
     elements = run.batch_size * run.config["num_heads"] * run.seq_len**2
     return float(run.config["num_layers"] * elements * BYTES_OF_FP32 / 1e6)
 

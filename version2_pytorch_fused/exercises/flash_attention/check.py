@@ -17,7 +17,7 @@ from workshop.exercises.frame import Item, Work
 FP32 = 1e-4
 """Room for sums in another order, a hundred times the rounding; a mistake is larger still."""
 LARGE_SCORES = 1e-3
-"""Of scores of some hundreds fp32 keeps fewer digits behind the point, and exp() needs those."""
+"""Room at scores of some hundreds: fp32 keeps fewer digits behind the point, which exp() needs."""
 
 B, H, D = 2, 4, 16
 LENGTHS = (  # what, T, block

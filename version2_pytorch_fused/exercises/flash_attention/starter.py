@@ -29,9 +29,9 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """What `attention_reference` gives, with the scores of `block` keys at a time.
+    """The result of `attention_reference`, with the scores of `block` keys at a time.
 
-    Of each query three things are carried from block to block: the highest score so far, the sum
+    For each query three things are carried from block to block: the highest score so far, the sum
     of exp(score - highest), and the sum of exp(score - highest) v, which becomes `out`.
 
     Args:

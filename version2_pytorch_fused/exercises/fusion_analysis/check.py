@@ -1,4 +1,4 @@
-"""What each fusion of V2 is worth, from the participant's own runs and profiles: the predictions
+"""The worth of each fusion of V2, from the participant's own runs and profiles: the predictions
 are set beside what was measured, the findings must agree with the files."""
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ ROUNDS = 2
 PROFILES = "fusion"
 """Below results/profiles, a folder for each profiled variant."""
 WITHIN = 0.02
-"""Of a finding: room for the digits that were printed, and no more."""
+"""Room in a finding for the digits that were printed, and no more."""
 NONE = "none"
 FEWER_PASSES = 7 - 2
 """Over (B, T, C). V1's norm: read x, write its square; read that for the mean; read x, write the
@@ -121,13 +121,13 @@ def _numbers_mb(run: RunResult, numbers: float) -> float:
 
 
 def _scores_mb(work: Work) -> float:
-    """Of a layer's (B, H, T, T)."""
+    """Memory of a layer's scores (B, H, T, T)."""
     run = _runs(work)[0]
     return _numbers_mb(run, run.batch_size * int(run.config["num_heads"]) * run.seq_len**2)
 
 
 def _stream_mb(work: Work) -> float:
-    """Of a tensor (B, T, C)."""
+    """Memory of a tensor (B, T, C)."""
     run = _runs(work)[0]
     return _numbers_mb(run, run.batch_size * run.seq_len * int(run.config["hidden_dim"]))
 
@@ -140,7 +140,7 @@ def _layers(work: Work) -> int:
 
 
 def _ratios(work: Work) -> dict[str, timing.Ratio]:
-    """Of a step without a fusion over one of V2 whole, by flag."""
+    """Time of a step without a fusion over one of V2 whole, by flag."""
     return {flag: _ratio(_runs(work, fusion), _runs(work)) for flag, fusion in FLAGS.items()}
 
 
@@ -170,7 +170,7 @@ def _more_mb(work: Work) -> dict[str, float]:
 
 
 def _squares(work: Work) -> list[float]:
-    """Of V2 whole and with V1's norm: where F.rms_norm is one kernel, the whole has fewer."""
+    """Squares in a step of V2, whole and with V1's norm: with F.rms_norm as one kernel, fewer."""
     return [_calls(work, fusion, "aten::pow") for fusion in (None, "fuse_norm")]
 
 
@@ -244,7 +244,7 @@ QUESTIONS: tuple[Question[Work], ...] = (
 
 
 def _calls(work: Work, fusion: str | None, operator: str) -> float:
-    """Of an operator, a step, in the profile of V2 whole or without one fusion.
+    """Calls of an operator in a step, in the profile of V2 whole or without one fusion.
 
     Raises:
         WorkshopError: there is no such profile, or it is of something else.

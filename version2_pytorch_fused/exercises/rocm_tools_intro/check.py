@@ -35,7 +35,7 @@ def check(work: Work) -> Iterator[Item]:
 
 @cache
 def _printed_commands() -> list[list[str]]:
-    """What the script would run here, in words.
+    """The commands that the script would run here, in words.
 
     Raises:
         WorkshopError: it can't be run.
@@ -155,7 +155,7 @@ def _spilling(table: KernelTable) -> Kernel:
 
 
 def _named(key: str, what: str, right: Callable[[KernelTable], Kernel]) -> Written[KernelTable]:
-    """Of a kernel, by a part of its name that no other kernel has."""
+    """Question for a kernel, by a part of its name that no other kernel has."""
 
     def fault(table: KernelTable, text: str) -> str:
         found = [k.name for k in table.kernels if text.casefold() in k.name.casefold()]

@@ -102,7 +102,7 @@ _COLUMNS = {
     "counter_collection": "Correlation_Id Dispatch_Id Agent_Id Queue_Id Process_Id Thread_Id "
     f"Grid_Size Kernel_Id Kernel_Name Workgroup_Size {_MEMORY} Counter_Name Counter_Value {_TIMES}",
 }
-"""Of the real tool's tables; agent_info has more."""
+"""Columns of the real tool's tables; agent_info has more."""
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def _off(found: Tensor, true: Tensor) -> float:
 
 
 def _suspects(case: Case) -> dict[str, dict[str, Tensor]]:
-    """What well-known mistakes make of y, dx and dw, in fp64."""
+    """y, dx and dw with well-known mistakes, in fp64."""
     C = case.x.shape[-1]
     x, weight, dy = (t.double() for t in (case.x, case.weight, case.dy))
     squares = _mean(x * x)

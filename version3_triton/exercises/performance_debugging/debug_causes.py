@@ -1,4 +1,4 @@
-"""What a diagnosis may name, each with what a stage's own metrics say to it.
+"""Causes that a diagnosis may name, each with the answer of a stage's own metrics to it.
 
 No stage has its cause written down here. A cause holds where the metrics show it, and a wrong one
 is answered with the metric that contradicts it.
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from debug_results import COUNTS, METRICS, StageResult, shown
 
 DIFFERS_BY = {"loss_first": 5e-5, "loss_last": 5e-3, "timed_share": 0.5, "logits_error": 100.0}
-"""From which relative difference on two stages' metrics are different ones: two sums in another
-order agree to six digits at first, and drift apart in training. Counts must be equal; else 10%."""
+"""Relative differences from which two stages' metrics count as different: two sums in another order
+agree to six digits at first, and drift apart in training. Counts must be equal; else 10%."""
 _USUALLY = 0.1
 
 
@@ -52,7 +52,7 @@ class Sight:
 
     @property
     def expected_loss(self) -> float:
-        """Of a model that knows nothing yet: ln(vocabulary)."""
+        """Loss of a model that knows nothing yet: ln(vocabulary)."""
         return math.log(self.stage.run.config["vocab_size"])
 
 
@@ -62,7 +62,7 @@ def _never(sight: Sight) -> bool:
 
 @dataclass(frozen=True)
 class Cause:
-    """What may be wrong with a stage.
+    """A fault that a stage may have.
 
     Attributes:
         clause: what is wrong.

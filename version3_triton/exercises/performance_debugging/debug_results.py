@@ -30,7 +30,7 @@ METRICS = {
     "backward_ms": "of its backward pass",
     "optimizer_ms": "of AdamW's update",
 }
-"""What the tables show; no times, from `samples_per_s` on, where the kernels are interpreted."""
+"""Columns of the tables; no times, from `samples_per_s` on, where the kernels are interpreted."""
 COUNTS = ("tensors_with_grad", "launches", "programs")
 
 
@@ -52,15 +52,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class StageResult:
-    """What one stage measured."""
+    """Measurements of one stage."""
 
     stage: str
     """The name of its file, without .py."""
     loop_ms: float
-    """What all timed steps took, from the first launch until the device had finished."""
+    """Time of all timed steps, from the first launch until the device had finished."""
     logits_error: float | None
     launches: dict[str, int]
-    """Of a step, by kernel; Triton's alone."""
+    """Launches in a step, by kernel; Triton's alone."""
     programs: dict[str, int]
     run: RunResult
 
@@ -71,7 +71,7 @@ class StageResult:
 
     @property
     def setting(self) -> str:
-        """What must be the same for two stages to be compared: sizes, precision and device."""
+        """Sizes, precision and device, which must be the same for two stages to be compared."""
         run, c = self.run, self.run.config
         how = ", kernels interpreted" if run.interpreted else ""
         return (

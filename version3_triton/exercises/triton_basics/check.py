@@ -41,7 +41,7 @@ def check(work: Work) -> Iterator[Item]:
 
 
 def _as_interpreted(work: Work) -> Iterator[Item]:
-    """Of kernels that are right on the GPU: their loads, which the interpreter alone can watch."""
+    """Checks the loads of kernels that are right on a GPU: only the interpreter can watch them."""
     os.environ["TRITON_INTERPRET"] = "1"
     outcome = runner.run(work.folder, mine=work.mine_path, limit_s=INTERPRETER_S)
     what = "loads: none beside the inputs, in Triton's interpreter"
@@ -68,7 +68,7 @@ def _softmax(work: Work) -> Iterator[Item]:
 
 
 def _rows() -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What it is, x, and a tensor of the output's strides."""
+    """Cases: in words, x, and a tensor of the output's strides."""
     for R, C, shift in ((3, 64, 0), (5, 63, -200), (5, 63, 200), (2, 129, 0)):
         x = 3 * _normal(R, C) + shift
         yield f"{R} x {C}" + (f", all about {shift}" if shift else ""), x, x

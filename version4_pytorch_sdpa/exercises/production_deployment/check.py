@@ -31,7 +31,7 @@ SHAPES = ((1, 1), ODD, (2, SIZES["max_seq_len"]))
 EXACT = 1e-5
 """The same operations in fp32, up to another order of a sum."""
 CLOSE = 0.98
-"""Of the most tokens a second: as good, on a machine that others use too."""
+"""Share of the most tokens a second that is as good, on a machine that others use too."""
 _BESIDES = 16_384
 """Bytes of a file besides the weights: names, shapes, sizes. The embedding has 25,856."""
 STATUSES = {
@@ -117,7 +117,7 @@ def _holds_each_weight_once(path: Path, model: nn.Module) -> Item:
 
 
 def _is_whole(loaded: nn.Module, model: nn.Module) -> Iterator[Item]:
-    """What the logits do not show, or show without saying why."""
+    """Faults that the logits do not show, or show without saying why."""
     why = "it is in training mode: dropout, if there was any, would draw random numbers"
     yield judged(not loaded.training, "load_model: evaluation mode", why)
     parameters = dict(loaded.named_parameters(remove_duplicate=False))

@@ -11,11 +11,11 @@ FOLDER = Path("exercises", "production_deployment")
 TABLE = "latency.json"
 BATCH_SIZES = (1, 2, 4, 8)
 SERVICE_LIMIT = 4
-"""What the 95th percentile may be, in units of the median at the smallest batch."""
+"""Limit of the 95th percentile, in units of the median at the smallest batch."""
 FORMS = ("model", "exported")
 """Those that every table has: "compiled" is there with --aot."""
 TIMES = ("p50_ms", "p95_ms", "max_ms")
-"""What `measure` of mine.py returns."""
+"""Keys of the result of `measure` of mine.py."""
 Rows = dict[str, dict[int, dict[str, float]]]
 """Times and tokens_per_s by form and batch size."""
 

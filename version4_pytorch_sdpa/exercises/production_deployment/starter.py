@@ -75,7 +75,7 @@ def measure(
 
 
 def release_verdict(exit_status: int) -> str:
-    """What a release pipeline makes of `regression_tester.py check`'s exit status: "pass",
+    """A release pipeline's reading of `regression_tester.py check`'s exit status: "pass",
     "fail", or "unknown" if nothing was judged. Anything else, such as wrong usage or a
     crash, is no pass.
     """

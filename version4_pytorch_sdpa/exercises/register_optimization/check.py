@@ -22,14 +22,14 @@ from workshop.exercises.predict import Chosen, NotCompared, Predicted, Question,
 from workshop.kernels.inspect import CHIPS, KIB, Chip, Kernel
 
 WAVES = 4
-"""That a SIMD should hold at least: while one waits for memory, the others compute."""
+"""Waves that a SIMD should hold at least: while one waits for memory, the others compute."""
 INTENSITY = {"gfx90a": 80, "gfx942": 80, "gfx950": 80, "sm_90": 60}
 """FLOP that a tile should do for each byte that it loads. Any tile fits if it is small enough; this
 keeps it large."""
 BYTES = 2
-"""Of a number in bf16."""
+"""Size of a number in bf16."""
 REGISTERS = {True: 512, False: 255}
-"""That a lane can have, on AMD (VGPR and AGPR) and on NVIDIA."""
+"""Registers that a lane can have, on AMD (VGPR and AGPR) and on NVIDIA."""
 INTERPRETED, ON_GPU = 1e-5, 1e-2
 """Room for another order of a sum in fp32, and on a GPU for a result in bf16."""
 SMALL = (64, 32, 32, 4, 2)

@@ -22,12 +22,12 @@ WORKERS = 2
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a tile, or in a sentence why there is nothing."""
+    """The compiled kernel of a tile, or in a sentence why there is none."""
 
     kernel: Kernel | None = None
     fault: str = ""
     missing: str = ""
-    """What is missing on this machine to compile for this chip."""
+    """Software that this machine lacks to compile for this chip."""
 
 
 Job = tuple[Path, str]

@@ -71,7 +71,7 @@ def _swiglu_product_kernel(  # type: ignore[no-untyped-def]
 
 
 def swiglu_product(x: Tensor, gate: Tensor, up: Tensor, tile: Tile) -> Tensor:
-    """What `swiglu_product_reference` gives; x, gate and up contiguous."""
+    """The result of `swiglu_product_reference`; x, gate and up contiguous."""
     M, K = x.shape
     N = gate.shape[0]
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)

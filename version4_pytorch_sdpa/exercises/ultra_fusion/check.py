@@ -1,4 +1,4 @@
-"""What the compiler fused: the participant's profiles of V4, eager and compiled, against what was
+"""The compiler's fusions: the participant's profiles of V4, eager and compiled, against what was
 predicted and read off."""
 
 import re
