@@ -9,7 +9,6 @@ import argparse
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,18 +47,12 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="examples:\n"
         "  roofline_analysis.py results/reference/nvidia_h200 --config medium --precision bf16\n"
         "  roofline_analysis.py version1_pytorch_baseline/profiles/ncu\n"
-        "  roofline_analysis.py --ai 15.62 --gflops 1466.6 --peak-compute 30 --peak-bw 300\n"
         "  roofline_analysis.py --measure\n\n"
         "Exit status: 0 done, 2 wrong usage or nothing that has a place on a roofline, 77 a\n"
         "package is missing, 130 interrupted.",
     )
     add = parser.add_argument
     add("paths", nargs="*", type=Path, metavar="PATH", help="of one device, for one roofline")
-    numbers = parser.add_argument_group("plain numbers, each once for every point").add_argument
-    number = functools.partial(numbers, type=float, action="append", metavar="X")
-    number("--ai", help="FLOP per byte of memory traffic")
-    number("--gflops", help="10^9 FLOP/s")
-    numbers("--label", action="append", metavar="TEXT", help='(default "point 1", ...)')
     limits = parser.add_argument_group("ceilings, added to those known of the device").add_argument
     limits("--peak-compute", type=float, metavar="X", help="TFLOP/s at --precision")
     limits("--peak-bw", type=float, metavar="X", help="GB/s of the memory")
@@ -68,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     limits("--device", default="auto", help="to measure (default auto: GPU if any)")
     add("--precision", choices=("fp32", "tf32", "bf16", "fp16"),
         help="of result files, only those of it; of kernels, that of their products where none "
-        "is recorded (default bf16); of plain numbers (default fp32)")  # fmt: skip
+        "is recorded (default bf16)")  # fmt: skip
     add("--config", metavar="PRESET", help="of result files, only those of it (default: all)")
     add("--top", type=int, default=12, metavar="N", help="points to describe (default %(default)s)")
     folder = functools.partial(add, type=Path, metavar="DIR")
@@ -85,15 +78,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _analyse(arguments: argparse.Namespace) -> int:
-    roofline_of = _input(arguments)
+    if not (arguments.paths or arguments.measure):
+        raise WorkshopError("nothing to show: give a PATH, or --measure (see --help)")
+    if not 1 <= arguments.top <= MOST_SHOWN:
+        raise WorkshopError(f"--top {arguments.top}: it must lie between 1 and {MOST_SHOWN}")
     errors.require("rich")
     arguments.results = arguments.results or results.DEFAULT_FOLDER
     console = terminal()
     if arguments.measure:
         _measure(arguments, console)
-    roofline = roofline_of() if roofline_of else None
-    if roofline is None:
+    if not arguments.paths:
         return errors.DONE
+    roofline = inputs.load(arguments.paths, precision=arguments.precision, config=arguments.config)
     # --peak-compute is the peak at the given precision, else at that of the products.
     of_products = (point.precision for point in roofline.points if point.precision != "fp32")
     precision = arguments.precision or next(of_products, "fp32")
@@ -104,28 +100,6 @@ def _analyse(arguments: argparse.Namespace) -> int:
     _show(roofline, arguments.top, console)
     print("\n".join(written))
     return errors.DONE
-
-
-def _input(arguments: argparse.Namespace) -> Callable[[], Roofline] | None:
-    """The function that gives the points; None where only --measure is wanted.
-
-    Raises:
-        WorkshopError: options that do not go together.
-    """
-    numbers = bool(arguments.ai or arguments.gflops or arguments.label)
-    if not (arguments.paths or numbers or arguments.measure):
-        raise WorkshopError(
-            "nothing to show: give a PATH, or --ai and --gflops, or --measure (see --help)"
-        )
-    if arguments.paths and numbers:
-        raise WorkshopError("a PATH and plain numbers: give the one or the other")
-    if not 1 <= arguments.top <= MOST_SHOWN:
-        raise WorkshopError(f"--top {arguments.top}: it must lie between 1 and {MOST_SHOWN}")
-    precision, config = arguments.precision, arguments.config
-    if arguments.paths:
-        return lambda: inputs.load(arguments.paths, precision=precision, config=config)
-    typed = (arguments.ai or [], arguments.gflops or [], arguments.label or [])
-    return (lambda: inputs.from_numbers(*typed, precision or "fp32")) if numbers else None
 
 
 def _measure(arguments: argparse.Namespace, console: "Console") -> None:

@@ -108,7 +108,6 @@ OWN_NUMBERS = {"analysis_tools/regression_tester.py"}
 """Programs with a type of number of their own."""
 ANYTHING = {
     ("analysis_tools/report_generator.py", "--title"),  # any text
-    ("analysis_tools/roofline_analysis.py", "--label"),
     ("analysis_tools/roofline_analysis.py", "--results"),  # made when ceilings are measured
     ("workshop/exercises/__main__.py", "--results-dir"),  # made when progress is saved
     ("version4_pytorch_sdpa/exercises/production_deployment/plant_change.py", "--device"),
@@ -163,8 +162,6 @@ INSTEAD = {
     (BENCHMARK, "--rank"): ["--network", "resnet18", "--distributed_dataparallel"],
     (PLOT, "--ai"): ["--gflops", "1"],
     (PLOT, "--gflops"): ["--ai", "1"],
-    ("analysis_tools/roofline_analysis.py", "--ai"): ["--gflops", "1"],
-    ("analysis_tools/roofline_analysis.py", "--gflops"): ["--ai", "1"],
     ("analysis_tools/roofline_analysis.py", "--device"): ["--measure"],
     ("analysis_tools/regression_tester.py check", "--device"): FORCED[:2],
     ("analysis_tools/regression_tester.py check", "--repeats"): FORCED,
@@ -393,10 +390,7 @@ TOGETHER = [
     (COMPARE, f"{SWEEP} hidden-dim 64 100", "must be a multiple of 64"),
     (COMPARE, "--sweep seq-len --from-results runs", "no sweep over seq-len"),
     (ROOFLINE, "", "nothing to show: give a PATH"),
-    (ROOFLINE, "--ai 1", "--ai is given 1 times, --gflops 0: a point needs both"),
-    (ROOFLINE, "--ai 1 --gflops 1 --label a --label b", "given 2 times"),
-    (ROOFLINE, "--ai 1 --gflops 1 --chip Abacus", "--chip Abacus: not listed; known"),
-    (ROOFLINE, "runs --ai 1 --gflops 1", "give the one or the other"),
+    (ROOFLINE, f"{NCU_CSV} --chip Abacus", "--chip Abacus: not listed; known"),
     (ROOFLINE, TRACE, "bytes and operations of each kernel need counters"),
     (ROOFLINE, "runs --config huge", "no run is huge"),
     (ROOFLINE, f"{NCU_CSV} {CPU_PROFILE}", "a roofline is of one device"),

@@ -21,6 +21,7 @@ from workshop.collection import Collection
 from workshop.compare.rows import build_rows, ordinary
 from workshop.dashboard import blocks, figures, server
 from workshop.dashboard.data import Choice, Live, Snapshot
+from workshop.report.parts import BAD
 from workshop.results import RunResult
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -305,6 +306,9 @@ def test_a_red_gate_is_in_no_figure(tmp_path) -> None:
     figure = overview["throughput"].figure
     assert figure is not None and list(figure.data[0].x) == ["v1"]
     assert [note.text for note in figure.layout.annotations] == ["FAIL"]
+    looks = {c.look for b in overview.values() for t in b.tables for ln in t.lines for c in ln.cells
+             if c.text.startswith("FAIL")}  # fmt: skip
+    assert looks == {BAD}
     (ladder,) = blocks.view("Ladder", snapshot, snapshot.settle(Choice()))
     assert not ladder.tables
     proof = {b.key: b for b in blocks.view("Same model?", snapshot, snapshot.settle(Choice()))}

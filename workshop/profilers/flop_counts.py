@@ -142,7 +142,10 @@ def count(request: Request, batch: Tensor, deepspeed_report: Path) -> dict[str, 
     gradients = canonical.count_gradients(model)
     deepspeed, error = count_with_deepspeed(step, deepspeed_report)
     scale = request.batch_size // batch.shape[1]
-    forward, backward = (scale * flop for flop in counted.step_flops)
+    forward, backward = (
+        {name: scale * flop for name, flop in phase.items()}
+        for phase in (counted.forward, counted.backward)
+    )
     analytic = flops.step_flops(request.config, request.batch_size, request.seq_len)
     found = importlib.metadata.distributions(name="deepspeed")
     software = results.describe_software() | {"deepspeed": next((d.version for d in found), None)}
@@ -169,10 +172,10 @@ def count(request: Request, batch: Tensor, deepspeed_report: Path) -> dict[str, 
                 "error": error or None,
             },
             TORCH: {
-                "forward": forward,
-                "backward": backward,
-                "forward_by_operator": {k: scale * n for k, n in counted.forward.items()},
-                "backward_by_operator": {k: scale * n for k, n in counted.backward.items()},
+                "forward": sum(forward.values()),
+                "backward": sum(backward.values()),
+                "forward_by_operator": forward,
+                "backward_by_operator": backward,
             },
             ANALYTIC: {"forward": int(analytic.forward), "backward": int(analytic.backward)},
         },

@@ -115,29 +115,17 @@ def load(
     return roofline
 
 
-def from_numbers(
-    intensities: Sequence[float], gflops: Sequence[float], labels: Sequence[str], precision: str
-) -> Roofline:
-    """The roofline of typed numbers: FLOP a byte, 10^9 FLOP a second, and a label each.
+def from_numbers(intensity: float, gflops: float, label: str, precision: str) -> Roofline:
+    """The roofline of a typed point: FLOP a byte, 10^9 FLOP a second.
 
     Raises:
-        WorkshopError: their numbers differ, or one is not positive.
+        WorkshopError: one is not positive.
     """
-    if len(intensities) != len(gflops):
-        raise WorkshopError(
-            f"--ai is given {len(intensities)} times, --gflops {len(gflops)}: a point needs both"
-        )
-    if labels and len(labels) != len(gflops):
-        raise WorkshopError(f"--label is given {len(labels)} times for {len(gflops)} points")
-    for name, values in (("--ai", intensities), ("--gflops", gflops)):
-        for value in values:
-            _check(name, value)
-    texts = [printable(label) for label in labels] or [f"point {i + 1}" for i in range(len(gflops))]
-    points = [
-        Point(label, PLAIN_NUMBERS, precision, rate * 1e9, rate * 1e9 / intensity)
-        for label, rate, intensity in zip(texts, gflops, intensities, strict=True)
-    ]
-    return Roofline(", ".join(texts), None, points, notes=[model.RULE])
+    _check("--ai", intensity)
+    _check("--gflops", gflops)
+    label = printable(label)
+    point = Point(label, PLAIN_NUMBERS, precision, gflops * 1e9, gflops * 1e9 / intensity)
+    return Roofline(label, None, [point], notes=[model.RULE])
 
 
 def given_ceilings(

@@ -97,8 +97,8 @@ def _roofline(arguments: argparse.Namespace) -> Roofline:
         return hierarchy.load(report, label, precision=arguments.precision)
     if report is not None or len(typed) != 2:
         raise WorkshopError("give --ai and --gflops, or --report alone (see --help)")
-    labels = [arguments.label] if arguments.label else []
-    return inputs.from_numbers([ai], [gflops], labels, arguments.precision or "fp32")
+    label = arguments.label or "point"
+    return inputs.from_numbers(ai, gflops, label, arguments.precision or "fp32")
 
 
 def ridge(roofline: Roofline, point: Point) -> list[str]:
