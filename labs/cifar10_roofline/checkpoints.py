@@ -31,7 +31,7 @@ def checkpoint(
     best_accuracy: float,
     history: list[dict[str, float]],
 ) -> dict[str, Any]:
-    """What is saved after an epoch.
+    """The content of a checkpoint after an epoch.
 
     Args:
         settings: of the command line, all on which the training depends.

@@ -41,7 +41,7 @@ class Dataset:
     test: Part
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    """Of the training images, for each colour, of values from 0 to 1."""
+    """Deviation of the training images, for each colour, of values from 0 to 1."""
     flips: bool
     """Whether a mirrored image is one of the same class: no digit is."""
 

@@ -18,7 +18,7 @@ _HEADER = ("", "images/s", "ms a step", "TFLOP/s", "of ceiling", _OVER, "verdict
 
 
 def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
-    """What goes between the markers, of the runs of any labs."""
+    """Markdown for the README's markers, from the runs of any labs."""
     groups = labs.newest(run for run in runs if run.lab == LAB and run.baseline)
     blocks = [
         f"**{labs.shared_subject(rows)}.** {lab_table.source(rows)}\n\n{_table(rows)}"
@@ -28,7 +28,7 @@ def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
 
 
 def _table(rows: Sequence[LabRow]) -> str:
-    """Of each network and batch the usual training first, then from the slowest to the fastest."""
+    """Rows of each network and batch: the usual training first, then the slowest to the fastest."""
     subjects = list(dict.fromkeys(row.of for row in rows))
     rows = sorted(
         rows,

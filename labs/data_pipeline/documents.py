@@ -20,7 +20,7 @@ _HEADER = ("", "images/s", "ms a step", "over the first", "verdict")
 
 
 def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
-    """What goes between the markers, of the runs of any labs."""
+    """Markdown for the README's markers, from the runs of any labs."""
     groups = labs.newest(run for run in runs if run.lab == LAB and run.baseline)
     blocks = [
         _block([replace(row, of="") for row in own])  # its title says of what

@@ -29,10 +29,10 @@ from workshop.errors import WorkshopError, printable
 LABELS = "labels.json"
 MANIFEST = "manifest.json"
 ROWS = 16
-"""Of a row group of Parquet: to read one image, all of its group are read."""
+"""Rows in a row group of Parquet: to read one image, all of its group are read."""
 
 _open: dict[Path, Any] = {}
-"""What this process has open. A worker that is forked forgets what it inherits, and opens the files
+"""Files that this process has open. A forked worker forgets what it inherits, and opens the files
 anew: libraries do not share an open file between processes, and datasets are pickled without it."""
 os.register_at_fork(after_in_child=_open.clear)
 
@@ -62,7 +62,7 @@ class Images(Dataset[tuple[Tensor, int]]):
     """
 
     key: str
-    """Of FORMATS."""
+    """A key of FORMATS."""
     file_name: str
     """In the dataset's folder."""
     packages: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
     @property
     def file(self) -> Any:
-        """What `open` opened in this process."""
+        """The file that `open` opened in this process."""
         if self.path not in _open:
             _open[self.path] = self.open()
         return _open[self.path]
@@ -144,7 +144,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 def made_from(folder: Path) -> dict[str, Any]:
-    """What a dataset's manifest says of it; nothing where that can't be read."""
+    """A dataset's manifest; empty where it can't be read."""
     try:
         made: dict[str, Any] = json.loads((folder / Folder.file_name / MANIFEST).read_bytes())[
             "made"
@@ -166,7 +166,7 @@ def how_to_make(folder: Path) -> str:
 
 
 def names_and_labels(content: str | bytes) -> tuple[list[str], list[int]]:
-    """Of labels.json, sorted by name."""
+    """Names and labels in labels.json, sorted by name."""
     labels: dict[str, int] = json.loads(content)["labels"]
     names = sorted(labels)
     return names, [labels[name] for name in names]

@@ -62,7 +62,7 @@ def _record_trace(loop: Loop, epoch: int, skipped: int, target: Path) -> None:
 
 
 def advice(folder: Path) -> str:
-    """What bounds a rung, in a sentence: its wait for data, if there is one."""
+    """The limit of a rung, in a sentence: its wait for data, if there is one."""
     table = kernel_file.read(folder / kernel_file.JSON_FILE)
     record = records.load_run(folder / RUN_FILE)
     found = advisor.advise(table, record)

@@ -28,8 +28,7 @@ class Layer:
     image, `weights` are elements."""
 
     name: str
-    """Of an operation that of the module that calls it; `kind` is its own in PyTorch, such as
-    "aten.add_"."""
+    """The module's that calls the operation; `kind` is its own in PyTorch, such as "aten.add_"."""
     kind: str
     flops: float
     moved: int
@@ -46,14 +45,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a forward pass of one image."""
+    """Counts of a forward pass of one image."""
 
     flops: float
     layers: tuple[Layer, ...]
     parameters: int
 
     def bytes(self, batch_size: int, element_bytes: int) -> float:
-        """That all layers move for a batch, each alone."""
+        """Bytes that all layers move for a batch, each alone."""
         return sum(layer.bytes(batch_size, element_bytes) for layer in self.layers)
 
     def intensity(self, batch_size: int, element_bytes: int) -> float:
@@ -142,7 +141,7 @@ def _elements(tensors: Sequence[Tensor]) -> int:
 
 
 def _storage(tensor: Tensor) -> int:
-    """What a tensor and its views have in common; on the meta device as well."""
+    """Number that a tensor and its views have in common; on the meta device as well."""
     return tensor.untyped_storage()._cdata
 
 

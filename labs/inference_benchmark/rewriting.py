@@ -161,7 +161,7 @@ def _only_convolution(node: object, modules: dict[str, nn.Module]) -> nn.Conv2d 
 
 
 class SelfAttention(nn.Module):
-    """What nn.MultiheadAttention computes of one sequence without masks. There a compiler finds
+    """nn.MultiheadAttention of one sequence without masks. There a compiler finds
     the batch moved to the second place and q, k and v copied; here SDPA reads them where they
     are."""
 

@@ -14,7 +14,7 @@ from workshop.run import hardware, timing
 
 RULE = "=" * 40
 UNSTEADY = 0.1
-"""Of the mean: a standard deviation above it says that something disturbed the run."""
+"""Share of the mean: a standard deviation above it says that something disturbed the run."""
 Say = Callable[[str], object]
 
 
@@ -25,7 +25,7 @@ def speaker(group: Group, device: torch.device) -> Say:
 
 
 def _each(device: str) -> str:
-    """What a process of a group has for itself: on a CPU they share one."""
+    """The device that a process of a group has for itself: on a CPU they share one."""
     return "GPU" if device == "cuda" else "process"
 
 

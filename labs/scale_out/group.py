@@ -22,7 +22,7 @@ from workshop.errors import WorkshopError
 from workshop.judge.turn import Turn
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun and the deepspeed launcher set in each process."""
+"""Variables that torchrun and the deepspeed launcher set in each process."""
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 PATIENCE_S = 10.0
 """How long a process with an error waits for the launcher to end it, before it prints the error."""

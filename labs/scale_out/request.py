@@ -52,7 +52,7 @@ class Job:
     strategy: str
     accumulate: int
     reduce_dtype: torch.dtype
-    """Of the gradients that ddp and fsdp send."""
+    """Type of the gradients that ddp and fsdp send."""
     checkpoints: Path
     arguments: argparse.Namespace
     turn: Turn

@@ -73,7 +73,7 @@ class Strategy(nn.Module):
         self.optimizer = self.configure_optimizer(learning_rate)
         return self.optimizer
 
-    # What differs between engines.
+    # Different in each engine:
 
     def build(self) -> nn.Module:
         """The version's model on the device, compiled if asked."""
@@ -117,7 +117,7 @@ class Strategy(nn.Module):
         """The weight that the next forward pass uses."""
         return self.whole(weight.detach())
 
-    # What is the same for all engines.
+    # The same for all engines:
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Gradients of the last backward pass, whole, under V1's names. All processes call it."""

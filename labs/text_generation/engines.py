@@ -20,7 +20,7 @@ OnTokens = Callable[[Tensor], object]
 
 @dataclass
 class Answer:
-    """What an engine made of a batch."""
+    """An engine's answer to a batch."""
 
     tokens: Tensor
     """int64 (B, n) on the CPU: the new tokens. n may be smaller than asked for where all prompts

@@ -200,7 +200,7 @@ class FastLlama:
                 )
             )
         self.norm, self.embedding = vector("model.norm"), vector("model.embed_tokens")
-        # Of an int8 model a step reads one row of the embedding, and the whole head.
+        # A step of an int8 model reads one row of the embedding, and the whole head.
         shared = config.tie_word_embeddings and not int8
         self.head = Weight(self.embedding) if shared else fused("lm_head")
 

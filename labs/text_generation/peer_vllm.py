@@ -14,7 +14,7 @@ from torch import Tensor
 from labs.text_generation.engines import Answer, OnTokens
 
 MEMORY_SHARE = 0.3
-"""Of the GPU's memory; Hugging Face's model stays beside it for the proof."""
+"""Share of the GPU's memory; Hugging Face's model stays beside it for the gate."""
 
 
 class VLLM:

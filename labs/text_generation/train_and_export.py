@@ -35,7 +35,7 @@ ROUND = 10
 """Steps at one learning rate, between two looks at the clock."""
 SECONDS_OF_SILENCE = 10.0
 WARMUP_SHARE = 0.05
-"""Of the training, in which the learning rate rises; a cosine to 0 follows."""
+"""Share of the training in which the learning rate rises; a cosine to 0 follows."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -193,7 +193,7 @@ def _train(
 
 
 def _rate(share: float) -> float:
-    """Of the highest learning rate, when that share of the training is done."""
+    """Share of the highest learning rate, when that share of the training is done."""
     if share < WARMUP_SHARE:
         return (share + WARMUP_SHARE / 10) / (1.1 * WARMUP_SHARE)
     return (1 + math.cos(math.pi * share)) / 2

@@ -28,11 +28,11 @@ from workshop.profilers.ncu import Counted, Report
 SEEDS_COUNTERS = tuple(
     f"smsp__sass_thread_inst_executed_op_{op}_pred_on.sum" for op in ("fadd", "fmul", "ffma")
 )
-"""Of operations, without which there is nothing to sum up, as without the memory's bytes."""
+"""Metrics of operations, without which there is nothing to sum up, as without memory's bytes."""
 MOST_OFF = 0.02
-"""Of the model's operations: a larger difference is warned of."""
+"""Share of the model's operations: a larger difference is warned of."""
 MOST_FLOPS = 1e21
-"""That a profiled step may have."""
+"""Limit for a profiled step."""
 NAME_WIDTH = 60
 
 
@@ -127,7 +127,7 @@ def _gflops(counted: Counted) -> str:
 
 
 def _doubts(report: Report, model_flops: float | None) -> Iterator[str]:
-    """What is not in the figures, and how far they are from the model's."""
+    """Sentences on what is not in the figures, and on how far they are from the model's."""
     total = report.total
     yield from (f"warning: {warning}" for warning in report.warnings)
     if not any(kind.endswith(ncu.TENSOR) for kind in total.operations):

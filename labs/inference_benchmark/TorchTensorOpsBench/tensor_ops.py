@@ -71,7 +71,7 @@ ONLY_INPLACE = ("copy",)
 WITH_BIAS = ("addmm", "baddbmm")
 """Add a vector of the product's last size: the fused bias of a linear layer."""
 
-# What BERT and DLRM call, with their sizes.
+# Calls of BERT and DLRM, with their sizes.
 _TOKENS = ("32-128-1024", "64-128-1024", "4-512-1024", "8-512-1024")
 _SCORES = {
     "32-16-128-128": "32-1-1-128",
@@ -195,7 +195,7 @@ def find_function(case: Case) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True)
 class Amounts:
-    """Of one call."""
+    """Bytes and operations of one call."""
 
     read: int
     """Bytes."""
@@ -235,12 +235,12 @@ def count_amounts(case: Case, dtype: torch.dtype) -> Amounts:
 PART = 2**24
 """Elements that are compared at a time: fp64 takes several times the memory of what is tested."""
 FUNCTION_ROUNDINGS = 8.0
-"""That a function of one element may be off by: four units in the last place."""
+"""Tolerance of a function of one element: four units in the last place."""
 PRODUCT_ROUNDINGS = 16.0
-"""Of a product's typical element: its largest have five times that size, and partial sums may be
-rounded as well."""
+"""Tolerance for a product's typical element: its largest have five times that size, and partial
+sums may be rounded as well."""
 SUM_ROUNDINGS = 8.0
-"""Of fp32, for each of the log2(n) levels at which a tree adds n numbers."""
+"""Roundings of fp32, for each of the log2(n) levels at which a tree adds n numbers."""
 
 
 def draw(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -272,7 +272,7 @@ def _draw(
 
 
 def checked_elements(case: Case) -> int:
-    """That the check takes in fp64 at a time."""
+    """Elements that the check takes in fp64 at a time."""
     if case.sparse:
         return 3 * math.prod(case.dims[1])
     elements = sum(math.prod(dim) for dim in case.dims)
@@ -338,7 +338,7 @@ def _roundings(found: Tensor, true: Tensor, roundoff: float, scale: Tensor | Non
 
 
 def _error_of_sparse(inputs: list[Tensor], result: Tensor, roundoff: float) -> float:
-    """Of the rows that were added to; infinite if another one changed."""
+    """Error of the rows that were added to; infinite if another one changed."""
     table, added = inputs
     rows, which = added._indices()[0].unique(return_inverse=True)
     true = table[rows].double().index_add_(0, which, added._values().double())

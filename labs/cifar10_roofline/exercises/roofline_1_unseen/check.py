@@ -21,17 +21,17 @@ class Measured:
 
     @property
     def seen_percent(self) -> float:
-        """Of the step's launches, those in the guide's report."""
+        """Share of the step's launches that is in the guide's report."""
         return 100 * self.guide.total.calls / self.ours.total.calls
 
     @property
     def counted_percent(self) -> float:
-        """Of the step's operations, those in the guide's report."""
+        """Share of the step's operations that is in the guide's report."""
         return 100 * self.guide.total.flops / self.ours.total.flops
 
     @property
     def fp32_percent(self) -> float:
-        """Of the step's operations, those that the guide's metrics count in all its kernels."""
+        """Share of the step's operations that the guide's metrics count in all its kernels."""
         return 100 * self.ours.total.operations["FP32"] / self.ours.total.flops
 
 

@@ -11,7 +11,7 @@ from workshop.roofline.model import MAIN_MEMORY, Point, Roofline
 from workshop.versions import ROOT
 
 NEARLY = 0.97
-"""Of the largest gain: which kernel has it depends on how the roofs were found."""
+"""Share of the largest gain that is enough: the kernel with it depends on how roofs were found."""
 REPORT = ROOT / "labs" / "cifar10_roofline" / "roofline" / "recorded" / "ours.csv"
 
 
@@ -37,11 +37,11 @@ class Measured:
         return min(1.0, model.share(kernel, self.roofline.roof(kernel)))
 
     def saved(self, kernel: Point) -> float:
-        """Of the step's time, from 0 to 1."""
+        """Share of the step's time, from 0 to 1."""
         return (kernel.share or 0.0) * (1 - self.of_roof(kernel))
 
     def percent(self, *parts: str) -> float:
-        """Of the step's time: the kernels with one of these in their names."""
+        """Share of the step's time in kernels with one of these in their names."""
         chosen = (k for k in self.kernels if any(part in k.label for part in parts))
         return 100 * sum(k.share or 0.0 for k in chosen)
 
@@ -63,7 +63,7 @@ def check(work: Work) -> Iterator[Item]:
 
 
 def _fault(kernels: list[Point], answer: str) -> str:
-    """Of an answer that should name one of these, with or without its namespace."""
+    """The fault of an answer that should name one of these, with or without its namespace."""
     labels = [kernel.label for kernel in kernels]
     right = any(names(answer, label) or answer == label.rpartition("::")[2] for label in labels)
     return "" if right else "another kernel"

@@ -17,7 +17,7 @@ COMMON = f"--device cpu --batch-size {BATCH}"
 RATES = f"{PROGRAM} --steps rates {COMMON}"
 ONE_PROCESS = "--iterations 100 --epochs 1 --repeats 1"
 LEAST, MOST = 0.7, 1.5
-"""Of the workers that the rates ask for: rates change while others use the machine."""
+"""Shares of the workers that the rates ask for: rates change while others use the machine."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Measured:
 
     @property
     def waiting_percent(self) -> float:
-        """Of a worker's time, what it waits for the storage."""
+        """Share of a worker's time in which it waits for the storage."""
         return 100 * self.open_ms * self.worker_per_s / 1000
 
     @property

@@ -45,7 +45,7 @@ class Measured:
 
 
 def read(path: Path) -> Measured:
-    """What a trace of the loop shows."""
+    """Reads a trace of the loop."""
     loading = kineto.read(path).loading
     if loading is None:
         raise WorkshopError(f"{path}: no DataLoader's ranges in it")

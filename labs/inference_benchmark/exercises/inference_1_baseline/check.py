@@ -25,7 +25,7 @@ class Measured:
 
     @property
     def first_ms(self) -> float:
-        """Of the only warm-up iteration."""
+        """Time of the only warm-up iteration."""
         return self.later.setup_s["warm_up"] * 1e3
 
     @property

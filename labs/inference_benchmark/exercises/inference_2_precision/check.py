@@ -17,8 +17,8 @@ HALF = ("fp16", "bf16")
 VERDICTS = ("faster", "slower", "not clear")
 LAST_LINE = "what --find-max-batch prints last: a whole number of images"
 MOST_GROWTH = 4
-"""Of the largest batch: numbers of half the size make it about twice as large, and on a CPU the
-free memory changes meanwhile."""
+"""Growth of the largest batch: numbers of half the size make it about twice as large, and on a CPU
+the free memory changes meanwhile."""
 UNIT_ROUNDING = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 
 
@@ -65,7 +65,7 @@ class Measured:
 
     @property
     def image_ratio(self) -> float:
-        """What an image takes beside the weights in fp32, over the same in half."""
+        """Memory of an image beside the weights in fp32, over the same in half precision."""
         full, half = (
             memory_mb(row.first, "peak") - memory_mb(row.first, "weights")
             for row in (self.full, self.half)
@@ -74,7 +74,7 @@ class Measured:
 
 
 def error(run: LabRun) -> float:
-    """Of the logits, relative to their spread."""
+    """Error of the logits, relative to their spread."""
     return float(run.gate.measures["logits"]["error"] or math.inf)
 
 

@@ -16,7 +16,7 @@ from workshop.profilers.table import Kernel, KernelTable
 PROFILE = "--batch-size 4 --iterations 5 --autograd-profiler --kineto"
 TOP = 5
 NEARLY = 0.9
-"""Of a row's time: a row with more may be in its place."""
+"""Share of a row's time: a row with more may be in its place."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class Measured:
 
     @property
     def conv_calls(self) -> int:
-        """Of one iteration."""
+        """Calls in one iteration."""
         return sum(layer.kind.startswith("Conv") for layer in true_counts(self.run).layers)
 
     @property
     def calls(self) -> float:
-        """Of one iteration."""
+        """Calls in one iteration."""
         return self.table.launches / (self.table.steps or 1)
 
     def part(self, category: str) -> float:
-        """Of the operators' or kernels' time."""
+        """Share of the operators' or kernels' time."""
         return self.table.category_ns().get(category, 0.0) / self.table.total_ns
 
     @property

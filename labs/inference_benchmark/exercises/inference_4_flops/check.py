@@ -17,7 +17,7 @@ PROFILE = "--batch-size {} --iterations 10 --flops-prof-step 5"
 CONV, LINEAR = "layer1.0.conv1", "fc"
 FP32_BYTES = 4
 
-# What the guide has of ResNet-50 in fp32, batch 32, on an MI325X.
+# The guide's figures for ResNet-50 in fp32, batch 32, on an MI325X.
 GUIDE_BATCH = 32
 GUIDE_GFLOP, GUIDE_MS, GUIDE_GB = 8.20, 10.52, 4.1
 GUIDE_PEAK_TFLOPS, GUIDE_TBS = 163.0, 6.0
@@ -35,12 +35,12 @@ class Measured:
 
     @property
     def rate_gflops(self) -> float:
-        """What the timed iterations reached."""
+        """Rate of the timed iterations."""
         return gflop(self.large) / timing.median(self.large.step_ms) * 1e3
 
     @property
     def share_percent(self) -> float:
-        """Of a large matrix product's rate."""
+        """Share of a large matrix product's rate."""
         return self.rate_gflops / (self.large.ceiling_tflops or float("nan")) / 10
 
     @property
@@ -66,7 +66,7 @@ class Measured:
 
 
 def gflop(run: LabRun) -> float:
-    """Of a batch."""
+    """Operations of a batch, in GFLOP."""
     return true_counts(run).flops * run.units_per_step / 1e9
 
 

@@ -12,7 +12,7 @@ from workshop.run import timing
 PROGRAM = "python labs/inference_benchmark/micro_benchmarking_pytorch.py"
 MODES = ("none", "default", "reduce-overhead", "max-autotune")
 AS_FAST = 0.97
-"""Of the fastest mode's throughput: above it the order may be chance."""
+"""Share of the fastest mode's throughput: above it the order may be chance."""
 WIDE = 2.0
 """An interval whose ends are further apart says little."""
 SCRIPT_BATCHES = 20
@@ -30,7 +30,7 @@ class Comparison:
 
     @property
     def difference(self) -> timing.Ratio:
-        """Of the default mode. Raises NotCompared: one of the two has no throughput."""
+        """Speed-up of the default mode. Raises NotCompared: one of the two has no throughput."""
         row = self.row("default")
         if row is None or row.speedup is None:
             raise NotCompared(f"{self.rows[0].first.subject}: no speed-up to compare")

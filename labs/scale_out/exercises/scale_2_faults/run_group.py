@@ -42,12 +42,12 @@ HANGS_S = 5.0
 CLOSE = 1e-9
 """In fp64."""
 Trained = tuple[list[float], dict[str, Tensor]]
-"""What `train` of the starter returns."""
+"""Result of the starter's `train`."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one process."""
+    """Result of one process."""
 
     trained: Trained | None
     rows: int

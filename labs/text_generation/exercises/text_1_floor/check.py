@@ -25,7 +25,7 @@ class Measured:
     runs: dict[str, LabRun]
 
     def ms(self, name: str) -> float:
-        """Of a token."""
+        """Time of a token."""
         return median(self.runs[name].step_ms)
 
     def metric(self, name: str, metric: str) -> float:
