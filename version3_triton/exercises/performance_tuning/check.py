@@ -51,7 +51,7 @@ class Measured:
             if found := records.files_in(folder):
                 self._path = found[-1]
                 self._rows = load_rows(self._path)
-                self.run = self._rows[0].run
+                self.run = self._rows[0].first
                 if self._rows[0].timed:
                     break
 
