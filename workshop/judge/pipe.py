@@ -11,7 +11,6 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
@@ -122,17 +121,6 @@ class Pipe:
         gone = contextlib.suppress(OSError, ValueError)  # it has ended, or is closed
         with gone, socket.socket(fileno=os.dup(self._read.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
-
-    def __enter__(self) -> "Pipe":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         for file in (self._read, self._write):
