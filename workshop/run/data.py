@@ -33,11 +33,8 @@ class Corpus:
 
 def read_corpus(path: Path | None = None) -> Corpus:
     """The bytes of `path` (its first 64 MiB), or of the Python standard library's sources, which
-    every machine has.
-
-    Raises:
-        WorkshopError: the file is missing, empty, a directory or not readable.
-    """
+    every machine has. Raises WorkshopError: the file is missing, empty, a directory or not
+    readable."""
     if path is None:
         return Corpus(f"Python {platform.python_version()} standard library", _standard_library())
     try:
@@ -113,11 +110,8 @@ def text_batches(
     corpus: Corpus, *, steps: int, batch_size: int, seq_len: int, vocab_size: int, seed: int
 ) -> Tensor:
     """Random windows of the corpus: int64 (steps, 2, batch_size, seq_len), where [:, 0] are the
-    tokens and [:, 1] the targets, the same windows one byte later.
-
-    Raises:
-        WorkshopError: the corpus is shorter than a sequence, or the vocabulary than a byte.
-    """
+    tokens and [:, 1] the targets, the same windows one byte later. Raises WorkshopError: the corpus
+    is shorter than a sequence, or the vocabulary than a byte."""
     if vocab_size < BYTE_VALUES:
         raise WorkshopError(
             f"vocab_size {vocab_size} can't hold the {BYTE_VALUES} values of a byte: "
