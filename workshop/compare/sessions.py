@@ -112,8 +112,7 @@ def run_plans(
                 say(f"{plan.label}: {line}")
 
         try:
-            under_way = _Session(session, arguments, missing, say, hear)
-            with contextlib.closing(under_way):
+            with contextlib.closing(_Session(session, arguments, missing, say, hear)) as under_way:
                 for batch in _batches(plans, arguments.jobs):
                     under_way.run(batch)
                     progress.advance(task, len(batch))

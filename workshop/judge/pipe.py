@@ -25,6 +25,10 @@ _DTYPES = {
 }
 
 
+NO_MESSAGE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
+"""The errors that reading something else than what was expected ends in."""
+
+
 class Closed(WorkshopError):
     """The other side has ended, or does not keep to the protocol."""
 
@@ -95,14 +99,7 @@ class Pipe:
                 for name, (dtype, shape) in head["tensors"].items()
             }
             return Message(str(head["kind"]), dict(head["values"]), tensors)
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except (*NO_MESSAGE, RecursionError) as error:
             raise Closed(f"the process wrote no message ({error!s:.60})") from None
 
     def _tensor(self, dtype: torch.dtype, shape: list[int]) -> Tensor:

@@ -58,8 +58,9 @@ def _describe(pipe: Pipe, setting: parity.Setting) -> None:
 
 def _gate(pipe: Pipe, setting: parity.Setting, asked: Message) -> None:
     values = asked.values
-    shape = values["batch_size"], values["seq_len"]
-    setting = dataclasses.replace(setting, batch_size=shape[0], seq_len=shape[1])
+    setting = dataclasses.replace(
+        setting, batch_size=values["batch_size"], seq_len=values["seq_len"]
+    )
     part = parity.parts(setting)[values["part"]]
     found = parity.references(part.setting, lambda one: wire.sketched(one, values["sketch_seed"]))
     for outcome in found:
