@@ -11,7 +11,6 @@ each version's memory ends.
 
 import argparse
 import itertools
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -219,8 +218,8 @@ def _sweep(arguments: argparse.Namespace) -> Study:
         assert scope is not None
         _prepare(arguments, scope.left_out)
         plans = sweep.plans(scope, arguments, session)
-        points = (scope.sizes, scope.keys, scope.presets, scope.precisions)
-        total = math.prod(map(len, points)) * arguments.repeats
+        points = len(scope.sizes) * len(scope.keys) * len(scope.presets) * len(scope.precisions)
+        total = points * arguments.repeats
         return run_plans(plans, arguments, session, keys=scope.keys, total=total)
 
     def build(runs: list[RunResult]) -> list[sweep.Sweep]:
