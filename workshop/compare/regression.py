@@ -193,7 +193,7 @@ def make_baseline(
             if verdict is None:
                 kept += series
             else:
-                left_out.append(_finding(key, verdict, note))
+                left_out.append(Finding(*key[:-1], verdict, note))
     if not kept:
         reasons = "; ".join(f"{f.label}: {f.note}" for f in left_out)
         raise WorkshopError(f"no run is fit for a baseline: {reasons}")
@@ -299,12 +299,12 @@ def check(
     for key in keys:
         verdict, note = _judge(before.get(key), after.get(key), force)
         if verdict is not None:
-            findings.append(_finding(key, verdict, note))
+            findings.append(Finding(*key[:-1], verdict, note))
             continue
         for metric in METRICS:
             sides = [_values(runs, metric) for runs in (before[key], after[key])]
             if any(sides):
-                findings.append(_finding(key, NOT_COMPARABLE, note))
+                findings.append(Finding(*key[:-1], NOT_COMPARABLE, note))
                 compared.append((findings[-1], metric, sides))
     for finding, metric, sides in compared:
         _fill(finding, metric, *sides, threshold=threshold, comparisons=len(compared))
@@ -413,11 +413,6 @@ def _values(runs: list[RunResult], metric: Metric) -> list[float]:
     else:
         values = [timing.median(ms) for run in used if (ms := getattr(run, metric.name))]
     return [value for value in values if value > 0]
-
-
-def _finding(key: Key, verdict: str, note: str) -> Finding:
-    version, variant, config, precision, batch_size, seq_len, _ = key
-    return Finding(version, variant, config, precision, batch_size, seq_len, verdict, note)
 
 
 def _key(run: RunResult) -> Key:
