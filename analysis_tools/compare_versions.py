@@ -155,7 +155,7 @@ class Study:
     find: Callable[[list[RunResult]], list[Any]]
     """From the runs of any sessions; raises WorkshopError if there is none in them."""
     report: Callable[[list[Any]], tables.Report]
-    plot: Callable[[list[Any], Path], None]
+    draw: Callable[[list[Any]], Any]
     rows: Callable[[list[Any]], list[Row]]
 
 
@@ -179,7 +179,7 @@ def _ladder(arguments: argparse.Namespace) -> Study:
         what = "runs of the --versions, --config and --precision given"
         return _some(rows.build_rows(_asked_for(arguments, shown)), arguments, what)
 
-    return Study("comparison", run, rows.build_rows, find, tables.of_rows, figures.plot_rows, list)
+    return Study("comparison", run, rows.build_rows, find, tables.of_rows, figures.draw_rows, list)
 
 
 def _waterfall(arguments: argparse.Namespace) -> Study:
@@ -204,7 +204,7 @@ def _waterfall(arguments: argparse.Namespace) -> Study:
         return [step.row for one in found for step in one.steps if step.row]
 
     return Study(
-        "waterfall", run, build, find, tables.of_waterfalls, figures.plot_waterfalls, all_rows
+        "waterfall", run, build, find, tables.of_waterfalls, figures.draw_waterfalls, all_rows
     )
 
 
@@ -218,7 +218,8 @@ def _sweep(arguments: argparse.Namespace) -> Study:
         assert scope is not None
         _prepare(arguments, scope.left_out)
         plans = sweep.plans(scope, arguments, session)
-        total = scope.most_runs * arguments.repeats
+        points = len(scope.sizes) * len(scope.keys) * len(scope.presets) * len(scope.precisions)
+        total = points * arguments.repeats
         return run_plans(plans, arguments, session, keys=scope.keys, total=total)
 
     def build(runs: list[RunResult]) -> list[sweep.Sweep]:
@@ -231,7 +232,7 @@ def _sweep(arguments: argparse.Namespace) -> Study:
     def all_rows(found: list[sweep.Sweep]) -> list[Row]:
         return [p.row for one in found for curve in one.curves for p in curve.points]
 
-    return Study("sweep", run, build, find, tables.of_sweeps, figures.plot_sweeps, all_rows)
+    return Study("sweep", run, build, find, tables.of_sweeps, figures.draw_sweeps, all_rows)
 
 
 def _prepare(arguments: argparse.Namespace, left_out: list[str]) -> None:
@@ -300,7 +301,7 @@ def write(
         "md": "\n\n".join(text) + "\n",
     }
     if study.name != "comparison" or any(row.step_ms for row in found):
-        contents["png"] = lambda path: study.plot(list(found), path)
+        contents["png"] = lambda path: figures.save(study.draw, list(found), path)
     paths = {folder / f"{study.name}.{suffix}": content for suffix, content in contents.items()}
     results.write_together(paths, gone=[folder / f"{study.name}.png"])
     return list(map(str, paths))

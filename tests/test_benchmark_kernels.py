@@ -83,7 +83,7 @@ class InAThread(Process):
         self._thread.start()
 
     def _serve(self, pipe: Pipe) -> None:
-        with pipe, contextlib.suppress(SystemExit, Closed):
+        with contextlib.closing(pipe), contextlib.suppress(SystemExit, Closed):
             contenders.serve(pipe)
 
     def timed(self, *asked: Any, **values: Any) -> tuple[Message, float, float | None]:

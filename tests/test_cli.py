@@ -368,15 +368,6 @@ def test_the_loss_falls_on_text(run, tmp_path) -> None:
     assert saved.data["name"] == f"Python {sys.version.split()[0]} standard library"
 
 
-def test_validate_setup_times_nothing(run, tmp_path) -> None:
-    finished = run("v2", "--validate-setup")
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.endswith("This machine is ready. Nothing was timed.\n")
-    assert "gate: pass" in finished.stdout
-    assert "step" not in finished.stdout and "warming" not in finished.stdout
-    assert files(tmp_path) == []
-
-
 def test_a_loss_that_is_not_finite_is_printed_and_saved(run, tmp_path) -> None:
     finished = run("v1", "--no-gate", "--learning-rate", "9e29")
     assert summary(finished)["loss"].endswith(", not finite in step 4")

@@ -264,7 +264,7 @@ def test_no_number_of_an_interpreted_run_is_beside_those_that_were_not(changes) 
     assert proof.lines[2].cells[2:] == ["38/38", "-", "-", "-", "-", "-"]
     for item in (report.items[2], report.records[2]):
         assert {item[name] for name in names[:-1]} == {None}
-    _, time, memory = figures.draw_rows([list(found.values())]).axes
+    _, time, memory = figures.draw_rows(list(found.values())).axes
     for axis in (time, memory):
         (words,) = (text.get_text() for text in axis.texts if text.xy[0] == 2)
         assert words == "interpreted,\nnot comparable"
@@ -276,7 +276,7 @@ def test_the_picture_shows_the_table_s_numbers() -> None:
     runs = [make_result(), make_result("v2", step_ms=FASTER), make_result("v4", **unknown)]
     found = rows.build_rows(runs)
     speed, proof = tables.group_tables(found)
-    _, time, memory = figures.draw_rows([found]).axes
+    _, time, memory = figures.draw_rows(found).axes
     for axis, table, column in ((time, speed, 3), (memory, proof, 4)):
         shown = [text.get_text() for text in axis.texts]
         assert shown == [line.cells[column].split(" ")[0] for line in table.lines]

@@ -22,7 +22,7 @@ def counting(length: int) -> data.Corpus:
 
 DRAWS: dict[str, Draw] = {
     "text": partial(data.text_batches, counting(200), vocab_size=300),
-    "synthetic": partial(data.synthetic_batches, vocab_size=300),
+    "synthetic": partial(data.Source("synthetic").draw, vocab_size=300),
 }
 
 
@@ -59,7 +59,8 @@ def test_every_window_can_be_drawn_the_last_one_too() -> None:
 
 
 def test_synthetic_tokens_fill_the_vocabulary_evenly() -> None:
-    batches = data.synthetic_batches(steps=10, batch_size=10, seq_len=100, vocab_size=5, seed=0)
+    source = data.Source("synthetic")
+    batches = source.draw(steps=10, batch_size=10, seq_len=100, vocab_size=5, seed=0)
     counts = batches[:, 0].flatten().bincount()
     assert counts.shape == (5,)
     assert counts.min() > 1800 and counts.max() < 2200

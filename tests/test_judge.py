@@ -1,6 +1,7 @@
 """The judge's side of the pipe: what it makes of answers that are wrong, late or none at all."""
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import signal
@@ -31,14 +32,14 @@ def ends() -> Iterator[tuple[Pipe, int]]:
     """A pipe's reading end, and the descriptor that the other side writes to."""
     read, write = os.pipe()
     nobody = os.open(os.devnull, os.O_WRONLY)
-    with Pipe(read, nobody) as pipe:
+    with contextlib.closing(Pipe(read, nobody)) as pipe:
         yield pipe, write
 
 
 def test_what_is_sent_is_what_is_received(ends) -> None:
     receiver, write = ends
     tensors = {"a": torch.randn(3, 4).double(), "b": torch.tensor(7), "none": torch.empty(0, 2)}
-    with Pipe(os.open(os.devnull, os.O_RDONLY), write) as sender:
+    with contextlib.closing(Pipe(os.open(os.devnull, os.O_RDONLY), write)) as sender:
         sender.send("answer", tensors, seed=2**61, share=float("nan"), words=["é"])
         found = receiver.receive()
     assert (found.kind, found.values["seed"], found.values["words"]) == ("answer", 2**61, ["é"])
@@ -97,7 +98,7 @@ READY = b'{"kind": "ready", "values": {}, "tensors": {}}\n'
         (READY.replace(b"ready", b"pass"), "", "answered 'pass', not ready"),
         (b"pass\n", "", "wrote no message"),
         (b"pass\n", "sys.exit('what we did not understand')", "wrote no message"),
-        (b"", "sys.exit('error: \\x1b[2Jcleared')", " [2Jcleared"),
+        (b"", "sys.exit('error: \\x1b[2Jcleared')", "[2Jcleared"),
     ],
 )
 def test_a_process_answers_or_says_why_not(answer, rest, reason, monkeypatch) -> None:

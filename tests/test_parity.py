@@ -724,8 +724,8 @@ def test_one_element_of_a_narrow_norm_may_move_otherwise(seed, odd_config) -> No
 
 def test_the_command_line(capsys) -> None:
     words = ("--config", "tiny", "--precision", "fp32", "--device", "cpu", "--version")
-    assert gate_command.main([*words, "v2", "--verbose"]) == 0
+    assert gate_command.main([*words, "v2"]) == 0
     printed = capsys.readouterr().out
-    assert "pass: gradients 38/38" in printed and printed.count("  allowed ") > 38
+    assert "pass: gradients 38/38" in printed
     assert gate_command.main([*words, "v9"]) == 2
     assert capsys.readouterr().err.startswith("error: unknown version 'v9'")

@@ -75,8 +75,4 @@ def test_the_clock_measures_between_marks() -> None:
     first, second = clock.durations_ms()
     assert first >= 20 and second >= 50
     assert first + second <= (time.perf_counter() - start) * 1e3
-    time.sleep(0.05)
-    clock.resume()
-    clock.mark()
-    assert clock.durations_ms()[:2] == [first, second] and clock.durations_ms()[2] < 50
     assert clock.reached(1)

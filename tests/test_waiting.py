@@ -56,7 +56,8 @@ def test_times_are_those_of_the_undisturbed_runs(shares, step_ms, note) -> None:
     assert row.step_ms == step_ms and row.speedup == 1.0
     assert (row.note, row.runs, row.parity) == (note, 2, "pass")
     kept = [run.step_ms for run in rows.steady(runs)]
-    assert waterfall._times(runs) == kept
+    rung, undisturbed = waterfall.Rung("V1", "v1", "fp32"), [make_result(step_ms=STEADY)] * 2
+    assert waterfall._steps([(rung, undisturbed), (rung, runs)])[1].gain == 100.0 / step_ms
     assert len(regression._values(runs, regression.STEP)) == regression.repeats(runs) == len(kept)
 
 

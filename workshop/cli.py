@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 
-from torch import Tensor, nn
+from torch import nn
 
 from workshop import errors, records, results, versions
 from workshop.arguments import parse
@@ -26,7 +26,7 @@ from workshop.request import (
     print_lines,
     within_memory,
 )
-from workshop.results import RunResult
+from workshop.results import PHASE_TIMES, RunResult
 from workshop.run import flops, hardware, interpreter, startup, timing, trainer
 
 _EXIT_STATUS = {
@@ -40,7 +40,6 @@ _SECONDS_OF_SILENCE = 10.0
 
 
 def main(module: ModuleType, argv: list[str] | None = None) -> int:
-    """Runs a version's module from the command line; returns the exit status."""
     version = versions.of_file(Path(str(module.__file__)))
     arguments = parse(build_parser(version, module), argv)
     return errors.exit_status(
@@ -65,7 +64,7 @@ def _run(request: Request) -> int:
     if request.arguments.profile_steps:
         return profile_run.profile(request)
     if request.arguments.candidate:
-        with Pipe.to_judge() as pipe:
+        with contextlib.closing(Pipe.to_judge()) as pipe:
             return within_memory(request, lambda: candidate.serve(request, pipe))
     return within_memory(request, lambda: _gate_train_save(request))
 
@@ -88,11 +87,19 @@ def _gate_train_save(request: Request) -> int:
         if not report.passed:
             result.status = "gate failed"
             return _finish(request, result)
-    if arguments.validate_setup:
-        print("This machine is ready. Nothing was timed.")
-        return errors.DONE
-    training = _train(request, model, batches)
-    _record_training(request, result, training, model)
+    canonical.load_canonical(model, canonical.canonical_state(request.config, arguments.seed))
+    request.precision.set_matmul_mode()
+    print(f"warming up for {request.schedule.warmup} steps ...", flush=True)
+    training = trainer.train(
+        model,
+        request.module.configure_optimizer(model, arguments.learning_rate),
+        batches,
+        request.precision,
+        schedule=request.schedule,
+        cuda_graph=request.cuda_graph,
+        progress=_progress(request),
+    )
+    _record_training(result, training, model)
     if training.interrupted:
         result.status = "interrupted"
         if not training.step_ms:
@@ -103,9 +110,7 @@ def _gate_train_save(request: Request) -> int:
 def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
     setting = candidate.setting_of(request, request.arguments.seed)
     of_the_run = (request.batch_size, request.seq_len)
-    if request.arguments.gate_shape is not None:
-        shape = tuple(request.arguments.gate_shape)
-    elif request.interpreted:
+    if request.interpreted:
         shape = interpreter.gate_shape(*of_the_run)
     else:
         shape = gate_size.of_setting(setting)
@@ -115,7 +120,7 @@ def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
         f"gate: comparing logits, loss, gradients and training with V1{smaller}{first} ...",
         flush=True,
     )
-    setting = dataclasses.replace(setting, batch_size=shape[0], seq_len=shape[1])
+    setting = candidate.setting_of(request, request.arguments.seed, *shape)
     with startup.not_counted() if smaller else contextlib.nullcontext():
         report = parity.check_model(
             model,
@@ -140,22 +145,6 @@ def _now_and_then() -> trainer.Notify:
             print(f"gate: {what} ...", flush=True)
 
     return report
-
-
-def _train(request: Request, model: nn.Module, batches: Tensor) -> trainer.Training:
-    arguments = request.arguments
-    canonical.load_canonical(model, canonical.canonical_state(request.config, arguments.seed))
-    request.precision.set_matmul_mode()
-    print(f"warming up for {request.schedule.warmup} steps ...", flush=True)
-    return trainer.train(
-        model,
-        request.module.configure_optimizer(model, arguments.learning_rate),
-        batches,
-        request.precision,
-        schedule=request.schedule,
-        cuda_graph=request.cuda_graph,
-        progress=_progress(request),
-    )
 
 
 def _progress(request: Request) -> trainer.Progress:
@@ -183,16 +172,10 @@ def _progress(request: Request) -> trainer.Progress:
 # --- the result ----------------------------------------------------------------------------------
 
 
-def _record_training(
-    request: Request, result: RunResult, training: trainer.Training, model: nn.Module
-) -> None:
-    result.step_ms = training.step_ms
-    result.forward_ms = training.forward_ms
-    result.backward_ms = training.backward_ms
-    result.optimizer_ms = training.optimizer_ms
+def _record_training(result: RunResult, training: trainer.Training, model: nn.Module) -> None:
+    for name in ("step_ms", *PHASE_TIMES, "memory_mb", "waited_share"):
+        setattr(result, name, getattr(training, name))
     result.losses = results.finite(training.losses)
-    result.memory_mb = training.memory_mb
-    result.waited_share = training.waited_share
     result.setup_s |= {"compile": startup.compile_seconds(), **training.setup_s}
     if training.no_memory_for_phases:
         print("note: no memory is left to time the parts of a step")
@@ -215,13 +198,25 @@ def _finish(request: Request, result: RunResult) -> int:
 
 
 def _print_summary(request: Request, result: RunResult) -> None:
+    startup_parts = [
+        f"{result.setup_s[name]:.1f} s to {name}"
+        for name in ("compile", "capture")
+        if result.setup_s.get(name, 0.0) >= 0.05
+    ]
+    g = result.gradients
     rows = [
         *_speed_lines(request, result),
-        *_startup_lines(result),
+        *([("startup", ", ".join(startup_parts))] if startup_parts else []),
         ("loss", first_and_last(result.losses)),
         ("memory", interpreter.NOT_COMPARABLE if request.interpreted else _memory_line(result)),
         *([] if request.interpreted else [("rate", _rate_line(request, result))]),
-        ("gradients", _gradients_line(result)),
+        (
+            "gradients",
+            f"{g.tensors_with_grad}/{g.tensors_total} tensors, "
+            f"{g.params_with_grad:,}/{g.params_total:,} parameters"
+            if g
+            else "not counted",
+        ),
         ("gate", "pass" if result.gate.status == "pass" else "NOT RUN: figures unverified"),
         ("verdict", NOT_JUDGED),
     ]
@@ -238,11 +233,7 @@ def _speed_lines(request: Request, result: RunResult) -> list[tuple[str, str]]:
         return [("speed", interpreter.NOT_COMPARABLE)]
     step_ms = timing.median(result.step_ms)
     samples = request.batch_size / step_ms * 1e3
-    phases = (
-        ("forward", result.forward_ms),
-        ("backward", result.backward_ms),
-        ("optimizer", result.optimizer_ms),
-    )
+    phases = {name.removesuffix("_ms"): getattr(result, name) for name in PHASE_TIMES}
     return [
         ("speed", f"{samples:,.1f} samples/s, {samples * request.seq_len:,.0f} tokens/s"),
         (
@@ -250,26 +241,15 @@ def _speed_lines(request: Request, result: RunResult) -> list[tuple[str, str]]:
             f"{step_ms:.2f} ms (median of {len(result.step_ms)}, "
             f"half within {timing.spread(result.step_ms):.1%})",
         ),
-        *((name, f"{timing.median(times):.2f} ms") for name, times in phases if times),
+        *((name, f"{timing.median(times):.2f} ms") for name, times in phases.items() if times),
     ]
-
-
-def _startup_lines(result: RunResult) -> list[tuple[str, str]]:
-    parts = [
-        f"{result.setup_s[name]:.1f} s to {name}"
-        for name in ("compile", "capture")
-        if result.setup_s.get(name, 0.0) >= 0.05
-    ]
-    return [("startup", ", ".join(parts))] if parts else []
 
 
 def _memory_line(result: RunResult) -> str:
     m = result.memory_mb
-    if not m:
-        return "not measured"
     parts = ("weights", "gradients", "optimizer_state", "rest")
-    split = ", ".join(f"{part.replace('_', ' ')} {m[part]:,.0f}" for part in parts)
-    return f"{m['peak']:,.0f} MB peak ({split})"
+    split = ", ".join(f"{part.replace('_', ' ')} {m[part]:,.0f}" for part in parts if m)
+    return f"{m['peak']:,.0f} MB peak ({split})" if m else "not measured"
 
 
 def _rate_line(request: Request, result: RunResult) -> str:
@@ -282,13 +262,3 @@ def _rate_line(request: Request, result: RunResult) -> str:
         if share > 1 and not result.plausibility:
             line += "; the peak was measured while other programs ran"
     return line
-
-
-def _gradients_line(result: RunResult) -> str:
-    g = result.gradients
-    if g is None:
-        return "not counted"
-    return (
-        f"{g.tensors_with_grad}/{g.tensors_total} tensors, "
-        f"{g.params_with_grad:,}/{g.params_total:,} parameters"
-    )

@@ -217,9 +217,7 @@ def _contents(files: dict[Path, _File]) -> dict[Path, tuple[int, int]]:
 
 def _profile(folder: Path, table: KernelTable, profiled: dict[Path, Run]) -> Profile:
     record = profiled.get(folder / RUN_FILE) or profiled.get(folder.parent / RUN_FILE)
-    if isinstance(record, LabRun):
-        return Profile(folder, "", table.tool, table, None, record)
-    if isinstance(record, RunResult):
-        return Profile(folder, record.version, table.tool, table, record)
-    version = folder.parent.name if folder.parent.name in VERSIONS else ""
-    return Profile(folder, version, table.tool, table, None)
+    run = record if isinstance(record, RunResult) else None
+    lab = record if isinstance(record, LabRun) else None
+    named = folder.parent.name if record is None and folder.parent.name in VERSIONS else ""
+    return Profile(folder, run.version if run else named, table.tool, table, run, lab)

@@ -218,8 +218,12 @@ def build_rows(runs: Iterable[LabRun]) -> list[LabRow]:
     for run in sorted(runs, key=lambda run: (run.session, run.created)):
         groups[_device(run), run.lab, run.session, run.subject, run.variant].append(run)
     rows = {key: LabRow(tuple(group)) for key, group in groups.items()}
-    return [_with_speedup(row, rows.get((*key[:-1], row.first.baseline)))
-            for key, row in rows.items()]  # fmt: skip
+    found = []
+    for key, row in rows.items():
+        baseline = rows.get((*key[:-1], row.first.baseline))
+        ratio = None if baseline is None or baseline is row else speedup(baseline, row)
+        found.append(dataclasses.replace(row, speedup=ratio))
+    return found
 
 
 def newest(runs: Iterable[LabRun]) -> list[list[LabRow]]:
@@ -236,20 +240,17 @@ def newest(runs: Iterable[LabRun]) -> list[list[LabRow]]:
     joined: dict[tuple[str, ...], list[LabRow]] = defaultdict(list)
     for _, (names, rows) in sorted(found.items()):
         joined[names] += rows
-    return [_with_own_part(rows) for rows in joined.values()]
+    for rows in joined.values():
+        shared = shared_subject(rows).split(", ")
+        for i, row in enumerate(rows):
+            own = [part for part in row.first.subject.split(", ") if part not in shared]
+            rows[i] = dataclasses.replace(row, of=", ".join(own))
+    return list(joined.values())
 
 
 def shared_subject(rows: Iterable[LabRow]) -> str:
-    """The parts of the subject that all rows have."""
     parts = [row.first.subject.split(", ") for row in rows]
     return ", ".join(part for part in parts[0] if all(part in others for others in parts))
-
-
-def _with_own_part(rows: list[LabRow]) -> list[LabRow]:
-    shared = shared_subject(rows).split(", ")
-    own = ([p for p in row.first.subject.split(", ") if p not in shared] for row in rows)
-    return [dataclasses.replace(row, of=", ".join(parts))
-            for row, parts in zip(rows, own, strict=True)]  # fmt: skip
 
 
 def precisions(rows: Iterable[LabRow]) -> tuple[str, ...]:
@@ -267,21 +268,15 @@ def _device(run: LabRun) -> str:
     return str(run.device.get("name"))
 
 
-def _with_speedup(row: LabRow, baseline: LabRow | None) -> LabRow:
-    if baseline is None or baseline is row:
-        return row
-    return dataclasses.replace(row, speedup=speedup(baseline, row))
-
-
 def speedup(baseline: LabRow, row: LabRow) -> timing.Ratio | None:
     """Units a second of a row over those of another; None where one of them has no times."""
     if not (row.times and baseline.times):
         return None
-    return timing.speedup(_per_unit(baseline), _per_unit(row))
-
-
-def _per_unit(row: LabRow) -> list[list[float]]:
-    return [[ms / row.first.units_per_step for ms in times] for times in row.times]
+    per_unit = (
+        [[ms / one.first.units_per_step for ms in times] for times in one.times]
+        for one in (baseline, row)
+    )
+    return timing.speedup(*per_unit)
 
 
 def implausible(record: LabRun, devices: int = 1) -> list[str]:

@@ -163,11 +163,8 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def load_folder(folder: Path, kind: type[R]) -> list[R]:
-    """All runs of one kind in a file or in `files_in` a folder, oldest session first.
-
-    Raises:
-        WorkshopError: no run is found, or a file is broken.
-    """
+    """All runs of one kind in a file or in `files_in` a folder, oldest session first. Raises
+    WorkshopError: no run is found, or a file is broken."""
     if not folder.exists():
         raise WorkshopError(f"results {folder}: no such folder")
     paths = [folder] if folder.is_file() else files_in(folder)

@@ -61,11 +61,8 @@ class Request:
         return model
 
     def build_on(self, device: torch.device) -> nn.Module:
-        """The model with its switches set.
-
-        Raises:
-            WorkshopError: the version has no code for these sizes.
-        """
+        """The model with its switches set. Raises WorkshopError: the version has no code for these
+        sizes."""
         options = {"fusions": self.module.Fusions(**self.switches)} if self.switches else {}
         try:
             with torch.device(device):
@@ -87,7 +84,17 @@ def build_parser(version: Version, module: ModuleType) -> argparse.ArgumentParse
         f"{'77 Triton is missing, ' if version.triton else ''}130 interrupted by Ctrl-C "
         "or SIGTERM (the timed steps so far are saved).",
     )
-    _add_model_flags(parser.add_argument_group("model"))
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--config",
+        metavar="PRESET",
+        help=f"{', '.join(PRESETS)}: model, batch size and sequence length, which the flags below "
+        "override (default: tiny without a GPU, else small)",
+    )
+    for name in _SIZES:
+        flag = f"--{name.replace('_', '-')}"
+        default = " (default 2048)" if name == "max_seq_len" else ""
+        model.add_argument(flag, type=int, metavar="N", help=f"overrides the preset's{default}")
     _add_training_flags(parser.add_argument_group("training"), version)
     switches = _switches(module)
     if switches:
@@ -99,22 +106,8 @@ def build_parser(version: Version, module: ModuleType) -> argparse.ArgumentParse
 
 
 def _switches(module: ModuleType) -> list[str]:
-    """Names of a version's fusions."""
     fusions = getattr(module, "Fusions", None)
     return [field.name for field in dataclasses.fields(fusions)] if fusions else []
-
-
-def _add_model_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--config",
-        metavar="PRESET",
-        help=f"{', '.join(PRESETS)}: model, batch size and sequence length, which the flags below "
-        "override (default: tiny without a GPU, else small)",
-    )
-    for name in _SIZES:
-        flag = f"--{name.replace('_', '-')}"
-        default = " (default 2048)" if name == "max_seq_len" else ""
-        group.add_argument(flag, type=int, metavar="N", help=f"overrides the preset's{default}")
 
 
 def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> None:
@@ -128,38 +121,22 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
     number("--warmup-steps", help=f"steps trained before the clock starts (default {warmup})")
     add("--learning-rate", type=float, default=3e-4, help="AdamW's (default %(default)s)")
     add("--seed", type=int, default=42, help="of weights and batches (default %(default)s)")
-    add(
-        "--precision",
-        default="auto",
-        help="fp32, tf32, bf16, fp16, fp8, fp8-rowwise (docs/fp8.md); auto is bf16 on a GPU that "
-        "has it, else fp32 (default auto)",
+    what = (
+        "fp32, tf32, bf16, fp16, fp8, fp8-rowwise (docs/fp8.md); auto is bf16 on a GPU that has "
+        "it, else fp32 (default auto)"
     )
+    add("--precision", default="auto", help=what)
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N (default auto: GPU if any)")
     add("--data", choices=("text", "synthetic"), default="text", help="default %(default)s")
-    add(
-        "--text-file",
-        type=Path,
-        metavar="PATH",
-        help="the text, byte by byte (default: the Python standard library's sources)",
-    )
-    add(
-        "--compile",
-        nargs="?",
-        const="default",
-        choices=trainer.COMPILE_MODES,
-        help=f"torch.compile's mode (default here: {version.compile})",
-    )
-    add(
-        "--cuda-graph",
-        action=argparse.BooleanOptionalAction,
-        help="capture the whole step, CUDA or HIP, and replay it "
-        f"(default here: {'on a GPU' if version.cuda_graph else 'no'})",
-    )
-    add(
-        "--output-dir",
-        type=Path,
-        help="the result goes to OUTPUT_DIR/runs/ (default: results/ of this checkout)",
-    )
+    what = "the text, byte by byte (default: the Python standard library's sources)"
+    add("--text-file", type=Path, metavar="PATH", help=what)
+    what = f"torch.compile's mode (default here: {version.compile})"
+    add("--compile", nargs="?", const="default", choices=trainer.COMPILE_MODES, help=what)
+    here = "on a GPU" if version.cuda_graph else "no"
+    what = f"capture the whole step, CUDA or HIP, and replay it (default here: {here})"
+    add("--cuda-graph", action=argparse.BooleanOptionalAction, help=what)
+    what = "the result goes to OUTPUT_DIR/runs/ (default: results/ of this checkout)"
+    add("--output-dir", type=Path, help=what)
     number(
         "--profile-steps",
         help=f"for a profiler: after {_WARMUP_OF_PROFILE} steps of warm-up train N steps with "
@@ -167,33 +144,14 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
         "clock; what was profiled goes to OUTPUT_DIR/run.jsonl (default there: "
         f"results/profiles/{version.key}/steps)",
     )
-    number(
-        "--gate-shape",
-        nargs=2,
-        metavar=("BATCH", "SEQ"),
-        help="what the gate runs on (default: the run's own batch size and sequence length, or as "
-        "much as V1 in high precision has the memory for)",
-    )
-    # The judge's end of two pipes, as READ,WRITE: see workshop/judge/.
     add("--candidate", action="store_true", help=argparse.SUPPRESS)  # see workshop/judge
-    add(
-        "--no-gate",
-        action="store_true",
-        help="skip the comparison with V1; the result says so and earns no speed-up",
-    )
-    add(
-        "--validate-setup",
-        action="store_true",
-        help="check machine, arguments and gate, then stop without timing anything",
-    )
+    what = "skip the comparison with V1; the result says so and earns no speed-up"
+    add("--no-gate", action="store_true", help=what)
 
 
 def check_arguments(version: Version, module: ModuleType, arguments: argparse.Namespace) -> Request:
-    """Turns arguments into a Request.
-
-    Raises:
-        WorkshopError: something is wrong with them, in one line.
-    """
+    """Turns arguments into a Request. Raises WorkshopError: something is wrong with them, in one
+    line."""
     positive = "batch_size seq_len num_steps warmup_steps profile_steps learning_rate"
     for name in positive.split():
         value = getattr(arguments, name)
@@ -204,7 +162,7 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
         raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
     if arguments.text_file is not None and arguments.data != "text":
         raise WorkshopError("--text-file goes with --data text")
-    for name in ("num_steps", "no_gate", "validate_setup", "gate_shape"):
+    for name in ("num_steps", "no_gate"):
         if arguments.profile_steps and getattr(arguments, name):
             flag = name.replace("_", "-")
             raise WorkshopError(f"--{flag} has no effect under a profiler: leave it out")
@@ -231,13 +189,6 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
         raise WorkshopError(
             "--seq-len 1: attention over one token gives q and k no gradient; use at least 2"
         )
-    if arguments.gate_shape is not None:
-        batch, length = arguments.gate_shape
-        if batch < 1 or not 2 <= length <= config.max_seq_len:
-            raise WorkshopError(
-                f"--gate-shape {batch} {length}: use at least 1 sequence, of 2 to "
-                f"{config.max_seq_len} tokens"
-            )
     compile_mode, cuda_graph = execution(
         version, arguments.compile, arguments.cuda_graph, device, interpreted, notify=print
     )
@@ -284,10 +235,7 @@ def execution(
     notify: trainer.Notify,
 ) -> tuple[str, bool]:
     """Compile mode and graph: what was asked for, else the version's defaults where they work.
-
-    Raises:
-        WorkshopError: a graph was asked for of kernels that are interpreted.
-    """
+    Raises WorkshopError: a graph was asked for of kernels that are interpreted."""
     if compile_mode is None:
         compile_mode = version.compile
         missing = trainer.missing_for_compile(device) if compile_mode != "none" else None
@@ -309,11 +257,7 @@ Data = tuple[Tensor, dict[str, str | int]]
 
 
 def load_data(request: Request) -> Data:
-    """Draws the batches of a request's steps.
-
-    Raises:
-        WorkshopError: there is no text for them.
-    """
+    """Draws the batches of a request's steps. Raises WorkshopError: there is no text for them."""
     arguments = request.arguments
     source = data.Source(arguments.data, arguments.text_file)
     batches = source.draw(

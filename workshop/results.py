@@ -33,6 +33,8 @@ except ModuleNotFoundError:  # PyTorch alone runs a version and writes its recor
         """In place of limits, which are for records that are read."""
 
 
+PHASE_TIMES = ("forward_ms", "backward_ms", "optimizer_ms")
+"""A run's times of a step's parts, each timed apart."""
 MODEL_SIZES = tuple(size.name for size in dataclasses.fields(flops.Sizes))
 LEAST, MOST = 1e-9, 1e15  # no time in ms, memory in MB, rate or size lies outside
 Positive = Annotated[float, Meta(ge=LEAST, le=MOST)]
@@ -279,11 +281,8 @@ def own_command() -> list[str]:
 
 
 def prepare_folder(folder: Path, flag: str = "--output-dir") -> Path:
-    """Makes the folder and checks that a file can be written there, before any work is done.
-
-    Raises:
-        WorkshopError: it can't be made or written; it names the `flag` that chooses another.
-    """
+    """Makes the folder and checks that a file can be written there, before any work is done. Raises
+    WorkshopError: it can't be made or written; it names the `flag` that chooses another."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):  # nameless: nothing to leave behind
@@ -304,13 +303,10 @@ def prepare_file(path: Path, flag: str) -> None:
 
 @contextlib.contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
-    """A temporary path beside `target` that takes its place if the block succeeds, and vanishes
-    if it fails or is interrupted. It keeps the suffix, from which writers guess the format. What
-    the block makes there is a file or a folder; a folder takes an older one's place.
-
-    Raises:
-        WorkshopError: there is no room or no right to write.
-    """
+    """A temporary path beside `target` that takes its place if the block succeeds, and vanishes if
+    it fails or is interrupted. It keeps the suffix, from which writers guess the format. What the
+    block makes there is a file or a folder; a folder takes an older one's place. Raises
+    WorkshopError: there is no room or no right to write."""
     temporary = target.with_name(f".{target.stem}.{uuid.uuid4().hex[:8]}{target.suffix}")
     try:
         yield temporary
@@ -377,8 +373,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse_json(path: Path) -> Any:
     """As `read_json`, for any JSON value."""
+
+    def no_constant(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
     try:
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=no_constant)
     except OSError as error:
         raise WorkshopError(f"{path}: can't be read: {error.strerror}") from None
     except json.JSONDecodeError as error:
@@ -388,10 +388,6 @@ def parse_json(path: Path) -> Any:
         ) from None
     except (ValueError, RecursionError) as error:  # no UTF-8, NaN, a number of 5000 digits
         raise WorkshopError(f"{path}: no valid JSON ({error!s:.60})") from None
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 def convert(kind: type[T], content: Any, where: str) -> T:

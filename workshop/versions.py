@@ -20,8 +20,8 @@ class Version:
 
     key: str
     title: str
-    folder: str
-    parent: str | None
+    folder: str = "peers"
+    parent: str | None = None
     """The version that its docstring's "Changed since" names."""
     changes: frozenset[str] = frozenset()
     """Top-level definitions that may differ from the parent's; all others are identical."""
@@ -64,6 +64,10 @@ MARKERS = {
 }
 """Plotly's names of the markers, with Matplotlib's."""
 
+_CHANGES = frozenset(
+    "Fusions RMSNorm apply_rope Attention FeedForward Block TinyLlama configure_optimizer".split()
+)
+"""The definitions that V2, V3 and V4 all change."""
 _STACKED = (("v2", "fuse_qkv", "fused QKV"), ("v2", "fuse_gate_up", "fused gate-up"))
 """The first rungs of both waterfalls: V2's switches for the weights that V2, V3 and V4 stack."""
 
@@ -75,16 +79,13 @@ VERSIONS = {
     for version in (
         # Colours near Okabe and Ito's palette, distinct to all eyes; each has a contrast of 3:1 or
         # better on white and on dark.
-        Version("v1", "plain PyTorch", "version1_pytorch_baseline", parent=None),
+        Version("v1", "plain PyTorch", "version1_pytorch_baseline"),
         Version(
             "v2",
             "fused operations",
             "version2_pytorch_fused",
             parent="v1",
-            changes=frozenset(
-                "Fusions RMSNorm apply_rope Attention FeedForward Block TinyLlama"
-                " configure_optimizer".split()
-            ),
+            changes=_CHANGES,
             colour="#D55E00",
             marker="square",
         ),
@@ -93,10 +94,7 @@ VERSIONS = {
             "Triton kernels",
             "version3_triton",
             parent="v2",
-            changes=frozenset(
-                "Fusions RMSNorm apply_rope Attention FeedForward Block TinyLlama"
-                " configure_optimizer make_capturable capture_step".split()
-            ),
+            changes=_CHANGES | {"make_capturable", "capture_step"},
             cuda_graph=True,
             triton=True,
             colour="#0072B2",
@@ -122,9 +120,8 @@ VERSIONS = {
             "SDPA, compiler, graph",
             "version4_pytorch_sdpa",
             parent="v2",
-            changes=frozenset(
-                "Fusions RMSNorm apply_rope Attention FeedForward Block TinyLlama"
-                " configure_optimizer compile_model make_capturable capture_step"
+            changes=_CHANGES.union(
+                "compile_model make_capturable capture_step"
                 " WideLinear _WideProduct use_wide_gradients".split()
             ),
             compile="default",
@@ -152,8 +149,6 @@ PEERS = {
         Version(
             "hf",
             "Hugging Face, compiled",
-            "peers",
-            parent=None,
             compile="default",
             packages=("transformers",),
             file="hugging_face_llama.py",
@@ -163,8 +158,6 @@ PEERS = {
         Version(
             "hf-graph",
             "Hugging Face, compiled, graph",
-            "peers",
-            parent=None,
             compile="default",
             cuda_graph=True,
             packages=("transformers",),
@@ -175,8 +168,6 @@ PEERS = {
         Version(
             "hf-liger",
             "Hugging Face, Liger-Kernel",
-            "peers",
-            parent=None,
             packages=("transformers", "liger_kernel"),
             file="hugging_face_liger.py",
             colour="#9A7B2B",
@@ -185,8 +176,6 @@ PEERS = {
         Version(
             "torchao",
             "V2, compiled, graph; fp8 by torchao",
-            "peers",
-            parent=None,
             compile="default",
             cuda_graph=True,
             packages=("torchao",),
@@ -201,7 +190,6 @@ ALL = VERSIONS | PEERS
 
 
 def of_file(path: Path) -> Version:
-    """The version or peer whose code a file is."""
     return next(version for version in ALL.values() if version.path.name == path.name)
 
 
@@ -227,11 +215,8 @@ def get_version(key: str) -> Version:
 
 
 def baseline_first(keys: Iterable[str]) -> list[str]:
-    """Each key once, V1 before all others, which are audited against it.
-
-    Raises:
-        WorkshopError: there is no such version here.
-    """
+    """Each key once, V1 before all others, which are audited against it. Raises WorkshopError:
+    there is no such version here."""
     wanted = list(dict.fromkeys(keys)) or [BASELINE]  # without a checkout there are none
     known = [get_version(key).key for key in wanted]
     return sorted(known, key=lambda key: key != BASELINE)

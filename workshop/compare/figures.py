@@ -1,5 +1,7 @@
 """Comparisons, waterfalls and sweeps as pictures, for a projector."""
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,8 @@ _STYLE: Any = {
 _TITLE: Any = {"loc": "left", "fontweight": "bold", "fontsize": 15}
 
 
-def _save(draw: Callable[[Any], Any], what: Any, target: Path) -> None:
+def save(draw: Callable[[Any], Any], what: Any, target: Path) -> None:
+    """Writes the picture that one of the functions below draws."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -53,20 +56,16 @@ _INCHES_A_VERSION = 1.15
 SPLIT = "A step's bar is the table's median step, divided as the separate pass timed its parts."
 
 
-def plot_rows(rows: list[Row], target: Path) -> None:
+def draw_rows(rows: Sequence[Row]) -> Any:
     """Throughput, the step's parts and memory, a line of panels a group. An interpreted version has
     words in place of its bars."""
+    import matplotlib.pyplot as plt
+
     shown = [
         [row for row in group if row.status in ("timed", "interpreted")]
         for group in groups(rows)
         if any(row.step_ms for row in group)
     ]
-    _save(draw_rows, shown, target)
-
-
-def draw_rows(shown: list[list[Row]]) -> Any:
-    import matplotlib.pyplot as plt
-
     width = max(6.4, _INCHES_A_VERSION * max(map(len, shown)))
     figure, axes = plt.subplots(
         len(shown), 3, figsize=(3 * width, 5.4 * len(shown)), squeeze=False, layout="constrained"
@@ -79,8 +78,11 @@ def draw_rows(shown: list[list[Row]]) -> Any:
         peaks = [row.peak_memory_mb or 0.0 for row in group]
         _plot_stack(memory, group, MEMORY_COLOURS, [row.memory_mb for row in group], peaks,
                     "peak memory, MB", ",.0f")  # fmt: skip
-        for axis in (speed, phases, memory):
-            _write_in_place_of_bars(axis, group)
+        words = interpreter.NOT_COMPARABLE.replace(", ", ",\n")
+        look = {"ha": "center", "va": "bottom", "rotation": 90, "color": _DIM, "fontsize": 14}
+        for axis, (index, row) in itertools.product((speed, phases, memory), enumerate(group)):
+            if row.status == "interpreted":  # words in place of its bars
+                _write_above(axis, words, (index, 0), 8, **look)
         speed.set_title(title(group), **_TITLE)
     figure.supxlabel(SPLIT, x=0.01, ha="left", fontsize=14)
     return figure
@@ -125,14 +127,6 @@ def _plot_stack(
     axis.legend(frameon=False, fontsize=13, loc="upper right", ncols=2)
 
 
-def _write_in_place_of_bars(axis: Any, group: list[Row]) -> None:
-    words = interpreter.NOT_COMPARABLE.replace(", ", ",\n")
-    look = {"ha": "center", "va": "bottom", "rotation": 90, "color": _DIM, "fontsize": 14}
-    for index, row in enumerate(group):
-        if row.status == "interpreted":
-            _write_above(axis, words, (index, 0), 8, **look)
-
-
 def _write_above(
     axis: Any, text: str, place: tuple[float, float], points: int, **look: Any
 ) -> None:
@@ -151,12 +145,8 @@ _LEGEND = (
 _INCHES_A_RUNG, _INCHES_OF_LEGEND = 0.56, 0.4
 
 
-def plot_waterfalls(waterfalls: Sequence[Waterfall], target: Path) -> None:
-    """A line of two panels each: time from V1 down to the version, and peak memory."""
-    _save(draw_waterfalls, waterfalls, target)
-
-
 def draw_waterfalls(waterfalls: Sequence[Waterfall]) -> Any:
+    """A line of two panels each: time from V1 down to the version, and peak memory."""
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
@@ -206,19 +196,13 @@ def _bar(axis: Any, place: int, step: Step, *, whole: bool) -> None:
         axis.barh(place, step.step_ms, color=_WHOLE, height=0.62, zorder=2)
     if step.saved_ms is not None:
         start = min(step.step_ms, step.step_ms + step.saved_ms)
-        look = _look(_verdict_colour(step.gain_ci))
+        low, high = step.gain_ci or (math.nan, math.nan)
+        colour = SAVED if low > 1 else LOST if high < 1 else NEITHER if step.gain_ci else UNKNOWN
+        look = _look(colour)
         axis.barh(place, abs(step.saved_ms), left=start, height=0.62, zorder=3, **look)
 
 
-def _verdict_colour(interval: tuple[float, float] | None) -> str:
-    if interval is None:
-        return UNKNOWN
-    low, high = interval
-    return SAVED if low > 1 else LOST if high < 1 else NEITHER
-
-
 def _look(colour: str) -> dict[str, Any]:
-    """The look of a bar and of its entry in the legend."""
     hatched = {"hatch": "////", "edgecolor": _DIM} if colour == UNKNOWN else {}
     return {"facecolor": colour, **hatched}
 
@@ -249,13 +233,9 @@ def _plot_memory(axis: Any, waterfall: Waterfall) -> None:
 _INCHES_A_LINE = 0.3
 
 
-def plot_sweeps(sweeps: Sequence[Sweep], target: Path) -> None:
+def draw_sweeps(sweeps: Sequence[Sweep]) -> Any:
     """A line of three panels each, and below it where each version's memory ends. A panel without
     measurements is empty."""
-    _save(draw_sweeps, sweeps, target)
-
-
-def draw_sweeps(sweeps: Sequence[Sweep]) -> Any:
     import matplotlib.pyplot as plt
 
     heights = [h for s in sweeps for h in (5.8, _INCHES_A_LINE * (len(s.curves) + 1))]
@@ -269,7 +249,12 @@ def draw_sweeps(sweeps: Sequence[Sweep]) -> Any:
         _panel(time, sweep, "ms a step, median", lambda point: point.row.step_ms)
         _panel(speed, sweep, "tokens a second", lambda point: point.row.tokens_per_s)
         _panel(memory, sweep, "peak memory, MB", lambda point: point.row.peak_memory_mb)
-        _mark_memory(memory, sweep)
+        points = [point for curve in sweep.curves for point in curve.points]
+        memory_mb = sweep.memory_mb or next((p.free_mb for p in points if p.free_mb), None)
+        if memory_mb is not None and any(point.beyond_memory for point in points):
+            memory.axhline(memory_mb, color=_LIMIT, linestyle="--", linewidth=2)
+            place = {"xycoords": ("axes fraction", "data"), "color": _LIMIT, "fontsize": 13}
+            _write_above(memory, "memory of the device", (0.02, memory_mb), 5, **place)
         speed.set_ylim(bottom=0)
         time.set_title(sweep.title, **_TITLE)
         time.legend(frameon=False)
@@ -300,13 +285,3 @@ def _panel(axis: Any, sweep: Sweep, label: str, value: Callable[[Point], float |
     axis.set_axisbelow(True)
     axis.set_xlabel(AXES[sweep.axis].words)
     axis.set_ylabel(label)
-
-
-def _mark_memory(axis: Any, sweep: Sweep) -> None:
-    """The device's memory as a line, where a version went beyond it."""
-    points = [point for curve in sweep.curves for point in curve.points]
-    memory_mb = sweep.memory_mb or next((p.free_mb for p in points if p.free_mb), None)
-    if memory_mb is not None and any(point.beyond_memory for point in points):
-        axis.axhline(memory_mb, color=_LIMIT, linestyle="--", linewidth=2)
-        place = {"xycoords": ("axes fraction", "data"), "color": _LIMIT, "fontsize": 13}
-        _write_above(axis, "memory of the device", (0.02, memory_mb), 5, **place)

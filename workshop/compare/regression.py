@@ -122,8 +122,17 @@ def compare(before: Sequence[float], after: Sequence[float], *, comparisons: int
         before, after: one positive value a process, LEAST_PROCESSES or more each.
         comparisons: of the whole check, which share FALSE_ALARMS between them.
     """
-    means, kept, squares = zip(*map(_summarise, (before, after)), strict=True)
-    scatter = math.sqrt(sum(squares) / (sum(kept) - 2))
+    means, kept, squares = [], [], 0.0
+    for values in (before, after):
+        logs = sorted(map(math.log, values))
+        faster = logs[: _kept(len(logs))]
+        # Those set aside count in the scatter like the slowest of the others.
+        winsorized = faster + [faster[-1]] * (len(logs) - len(faster))
+        centre = statistics.fmean(winsorized)
+        means.append(statistics.fmean(faster))
+        kept.append(len(faster))
+        squares += sum((value - centre) ** 2 for value in winsorized)
+    scatter = math.sqrt(squares / (sum(kept) - 2))
     tail = FALSE_ALARMS / comparisons
     half = _half_width(scatter, kept, tail)
     log_ratio = means[1] - means[0]
@@ -135,16 +144,6 @@ def compare(before: Sequence[float], after: Sequence[float], *, comparisons: int
         scatter=scatter,
         tail=tail,
     )
-
-
-def _summarise(values: Sequence[float]) -> tuple[float, int, float]:
-    """Mean and number of the logarithms of the processes that are not set aside, and the winsorized
-    sum of squares: those set aside count like the slowest of the others."""
-    logs = sorted(map(math.log, values))
-    kept = logs[: _kept(len(logs))]
-    winsorized = kept + [kept[-1]] * (len(logs) - len(kept))
-    centre = statistics.fmean(winsorized)
-    return statistics.fmean(kept), len(kept), sum((value - centre) ** 2 for value in winsorized)
 
 
 def _kept(processes: int) -> int:
@@ -194,7 +193,7 @@ def make_baseline(
             if verdict is None:
                 kept += series
             else:
-                left_out.append(_finding(key, verdict, note))
+                left_out.append(Finding(*key[:-1], verdict, note))
     if not kept:
         reasons = "; ".join(f"{f.label}: {f.note}" for f in left_out)
         raise WorkshopError(f"no run is fit for a baseline: {reasons}")
@@ -300,12 +299,12 @@ def check(
     for key in keys:
         verdict, note = _judge(before.get(key), after.get(key), force)
         if verdict is not None:
-            findings.append(_finding(key, verdict, note))
+            findings.append(Finding(*key[:-1], verdict, note))
             continue
         for metric in METRICS:
             sides = [_values(runs, metric) for runs in (before[key], after[key])]
             if any(sides):
-                findings.append(_finding(key, NOT_COMPARABLE, note))
+                findings.append(Finding(*key[:-1], NOT_COMPARABLE, note))
                 compared.append((findings[-1], metric, sides))
     for finding, metric, sides in compared:
         _fill(finding, metric, *sides, threshold=threshold, comparisons=len(compared))
@@ -383,7 +382,6 @@ def _fill(
     threshold: float,
     comparisons: int,
 ) -> None:
-    """Compares one metric and fills in the finding."""
     finding.metric, finding.unit = metric.name, metric.unit
     finding.processes = [len(before), len(after)]
     if min(finding.processes) < LEAST_PROCESSES:
@@ -395,36 +393,26 @@ def _fill(
     finding.interval = [change.low - 1, change.high - 1]
     finding.verdict = change.verdict(threshold)
     if finding.verdict == TOO_NOISY:
-        finding.note = rows.join(finding.note, _advice(change, threshold, finding.processes))
-
-
-def _advice(change: Change, threshold: float, processes: list[int]) -> str:
-    needed = change.processes_needed(threshold)
-    remedy = (
-        f"use --repeats {needed} for the baseline and the check"
-        if needed is not None
-        else "calm the machine, or take a larger --config"
-    )
-    least = format(change.visible, ".1%" if change.visible < 0.1 else ".0%")
-    return f"can't see less than {least} with {processes[0]} and {processes[1]} processes: {remedy}"
+        needed = change.processes_needed(threshold)
+        remedy = (
+            f"use --repeats {needed} for the baseline and the check"
+            if needed is not None
+            else "calm the machine, or take a larger --config"
+        )
+        least = format(change.visible, ".1%" if change.visible < 0.1 else ".0%")
+        with_these = f"with {len(before)} and {len(after)} processes"
+        advice = f"can't see less than {least} {with_these}: {remedy}"
+        finding.note = rows.join(finding.note, advice)
 
 
 def _values(runs: list[RunResult], metric: Metric) -> list[float]:
     """One value a process, of those that measured any."""
-    values = (_value(run, metric) for run in rows.steady(runs))
-    return [value for value in values if value > 0]
-
-
-def _value(run: RunResult, metric: Metric) -> float:
+    used = rows.steady(runs)
     if metric.unit == "MB":
-        return float(run.memory_mb.get("peak", 0))
-    samples = getattr(run, metric.name)
-    return timing.median(samples) if samples else 0.0
-
-
-def _finding(key: Key, verdict: str, note: str) -> Finding:
-    version, variant, config, precision, batch_size, seq_len, _ = key
-    return Finding(version, variant, config, precision, batch_size, seq_len, verdict, note)
+        values = [float(run.memory_mb.get("peak", 0)) for run in used]
+    else:
+        values = [timing.median(ms) for run in used if (ms := getattr(run, metric.name))]
+    return [value for value in values if value > 0]
 
 
 def _key(run: RunResult) -> Key:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from workshop.results import FAIL, NOT_AUDITED, PASS, RunResult, model_sizes
+from workshop.results import FAIL, NOT_AUDITED, PASS, PHASE_TIMES, RunResult, model_sizes
 from workshop.run import flops, presets, timing
 from workshop.run.interpreter import NOT_COMPARABLE
 from workshop.versions import ALL, BASELINE
@@ -96,10 +96,9 @@ class Row:
         """The median step, divided as forward, backward and optimizer were in the pass that timed
         them apart, for a picture: their own medians may sum to more or less than the step. By the
         names of the fields; empty without them."""
-        names = ("forward_ms", "backward_ms", "optimizer_ms")
-        parts = {name: ms for name in names if (ms := getattr(self, name)) is not None}
+        parts = {name: ms for name in PHASE_TIMES if (ms := getattr(self, name)) is not None}
         total = sum(parts.values())
-        if self.step_ms is None or len(parts) < len(names) or total <= 0:  # of a broken file
+        if self.step_ms is None or len(parts) < len(PHASE_TIMES) or total <= 0:  # of a broken file
             return {}
         return {name: self.step_ms / total * ms for name, ms in parts.items()}
 
@@ -313,7 +312,12 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
         row.status = "skipped" if skipped else "failed"
         row.note = (broken[0].error if broken else None) or "no timed step"
         return row
-    _fill_proof(row, timed)
+    if timed[0].gradients is not None:
+        for name, value in dataclasses.asdict(timed[0].gradients).items():
+            setattr(row, name, value)
+    row.plausibility = sorted({sentence for run in timed for sentence in run.plausibility})
+    if interrupted := sum(run.status == "interrupted" for run in timed):
+        row.note = f"{interrupted} of {len(timed)} runs interrupted"
     if any(run.interpreted for run in timed):
         row.status = "interpreted"
         why = (
@@ -322,7 +326,12 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
         )
         row.note = join(why, row.note)
         return row
-    _fill_training(row, timed)
+    measured = [run.memory_mb for run in timed if run.memory_mb]
+    if measured:
+        row.memory_mb = max(measured, key=lambda memory: float(memory["peak"]))
+        row.peak_memory_mb = float(row.memory_mb["peak"])
+    losses = timed[0].losses
+    row.loss_first, row.loss_last, row.steps = losses[0], losses[-1], len(losses)
     used = steady(timed)
     _fill_times(row, used)
     if disturbed := sum(run.disturbed for run in timed):
@@ -374,27 +383,6 @@ def without_interval(rows: Iterable[Row]) -> list[str]:
     return [note] if any(row.speedup_text().endswith(f"({ONE_PROCESS})") for row in rows) else []
 
 
-def _fill_proof(row: Row, timed: list[RunResult]) -> None:
-    """Gradients and plausibility."""
-    first = timed[0]
-    if first.gradients is not None:
-        for name, value in dataclasses.asdict(first.gradients).items():
-            setattr(row, name, value)
-    row.plausibility = sorted({sentence for run in timed for sentence in run.plausibility})
-    if interrupted := sum(run.status == "interrupted" for run in timed):
-        row.note = f"{interrupted} of {len(timed)} runs interrupted"
-
-
-def _fill_training(row: Row, timed: list[RunResult]) -> None:
-    """Memory and losses."""
-    measured = [run.memory_mb for run in timed if run.memory_mb]
-    if measured:
-        row.memory_mb = max(measured, key=lambda memory: float(memory["peak"]))
-        row.peak_memory_mb = float(row.memory_mb["peak"])
-    losses = timed[0].losses
-    row.loss_first, row.loss_last, row.steps = losses[0], losses[-1], len(losses)
-
-
 def _fill_times(row: Row, timed: list[RunResult]) -> None:
     """Times, and the rates that follow from them."""
     steps = [milliseconds for run in timed for milliseconds in run.step_ms]
@@ -404,7 +392,7 @@ def _fill_times(row: Row, timed: list[RunResult]) -> None:
     row.judge_ms = timing.median(judged) if judged else None
     row.samples_per_s = row.batch_size / row.step_ms * 1e3
     row.tokens_per_s = row.samples_per_s * row.seq_len
-    for name in ("forward_ms", "backward_ms", "optimizer_ms"):
+    for name in PHASE_TIMES:
         samples = [milliseconds for run in timed for milliseconds in getattr(run, name)]
         setattr(row, name, timing.median(samples) if samples else None)
     work = flops.step_flops(model_sizes(timed[0].config), row.batch_size, row.seq_len)

@@ -54,11 +54,8 @@ def alternate(plans: list[Plan], repeats: int) -> list[Plan]:
 
 
 def check(arguments: argparse.Namespace) -> tuple[torch.device, list[str], list[str]]:
-    """The device, presets and precisions of compare_versions.py's arguments.
-
-    Raises:
-        WorkshopError: one of them, a count or the seed is invalid.
-    """
+    """The device, presets and precisions of compare_versions.py's arguments. Raises WorkshopError:
+    one of them, a count or the seed is invalid."""
     limits = (("num_steps", 10**6), ("warmup_steps", 10**6), ("repeats", 1000), ("jobs", 1000))
     for name, most in limits:
         value = getattr(arguments, name)
@@ -106,9 +103,7 @@ def run_plans(
     what = TextColumn("{task.description}", markup=False)  # lines as the child printed them
     columns = (BarColumn(20), count, TimeElapsedColumn(), what)
     interrupted = False
-    with (
-        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
-    ):
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total)
 
         def hear(plan: Plan, line: str) -> None:
@@ -117,7 +112,7 @@ def run_plans(
                 say(f"{plan.label}: {line}")
 
         try:
-            with _Session(session, arguments, missing, say, hear) as under_way:
+            with contextlib.closing(_Session(session, arguments, missing, say, hear)) as under_way:
                 for batch in _batches(plans, arguments.jobs):
                     under_way.run(batch)
                     progress.advance(task, len(batch))
@@ -143,7 +138,6 @@ def _batches(plans: Iterable[Plan], jobs: int) -> Iterator[list[Plan]]:
 
 
 def load_session(output_dir: Path, session: str) -> list[RunResult]:
-    """The results of a session so far."""
     return records.load_runs(records.path_in(output_dir, session), RunResult)
 
 
@@ -158,10 +152,6 @@ def _announce(keys: Iterable[str], arguments: argparse.Namespace, say: Say) -> d
         elif interpreter.serves(version, device):
             say(f"{key}: {SLOW}")
     return found
-
-
-class _Failed(Exception):
-    """A plan that can't be run, which is recorded and told."""
 
 
 class _Session:
@@ -188,28 +178,22 @@ class _Session:
         self._path = records.path_in(arguments.output_dir, name)
         self._stored: records.Comparison | None = None
 
-    def __enter__(self) -> "_Session":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for case in self._cases.values():
             case.stop()
 
     def run(self, batch: list[Plan]) -> None:
         """Runs plans that prepare at the same time; once more those that were disturbed."""
         for plan in batch:
-            self._leave_out(plan)
+            reason = plan.left_out or self.missing.get(plan.version)
+            if reason and plan.label not in self.failed:
+                result = record(plan, self.arguments, self.name)
+                result.status, result.error = "skipped", reason
+                self._save(plan, result)
+                if plan.left_out:
+                    self.say(f"{plan.label}: {reason}")
         disturbed = self._time([plan for plan in batch if plan.label not in self.failed])
         self._time([dataclasses.replace(plan, again=True) for plan in disturbed])
-
-    def _leave_out(self, plan: Plan) -> None:
-        reason = plan.left_out or self.missing.get(plan.version)
-        if reason and plan.label not in self.failed:
-            result = record(plan, self.arguments, self.name)
-            result.status, result.error = "skipped", reason
-            self._save(plan, result)
-            if plan.left_out:
-                self.say(f"{plan.label}: {reason}")
 
     def _case_of(self, plan: Plan, result: RunResult) -> Case:
         """The references of a plan's size and precision, up to those of its gate."""
@@ -253,11 +237,11 @@ class _Session:
     def _started(self, batch: list[Plan]) -> Iterator[Candidate]:
         """Starts a process for each plan, when V1 has answered what it needs, if it can."""
         for plan in batch:
-            with contextlib.suppress(_Failed):
-                yield self._start(plan, len(batch) - 1)
+            if started := self._start(plan, len(batch) - 1):
+                yield started
 
-    def _start(self, plan: Plan, beside: int) -> Candidate:
-        """Raises _Failed: V1 could not answer what it needs."""
+    def _start(self, plan: Plan, beside: int) -> Candidate | None:
+        """None, recorded and told, if V1 could not answer what the plan needs."""
         result = record(plan, self.arguments, self.name, beside)
         if plan.again:
             result.gate = self._gates.pop(plan.label, result.gate)
@@ -271,7 +255,7 @@ class _Session:
             result.status, result.error = "failed", str(error)
             self._save(plan, result)
             self._tell(plan, result.error)
-            raise _Failed from None
+            return None
         if case.setting.device.type == "cuda":  # its memory is the candidate's
             case.release()
         environment = self._environment(plan.interpreted, beside)

@@ -69,11 +69,8 @@ _ROPE_TABLE = 2048
 
 
 def parse(words: Sequence[str]) -> tuple[Axis, list[int]]:
-    """`seq-len 128 256 512`, or `seq-len 128 ... 8192`, where each is twice the one before.
-
-    Raises:
-        WorkshopError: no such axis, or an invalid size.
-    """
+    """`seq-len 128 256 512`, or `seq-len 128 ... 8192`, where each is twice the one before. Raises
+    WorkshopError: no such axis, or an invalid size."""
     flag, *numbers = words
     if flag not in AXES:
         raise WorkshopError(f"--sweep {flag}: choose from {', '.join(AXES)}")
@@ -103,11 +100,8 @@ def _size(axis: Axis, word: str) -> int:
 
 
 def sizes_at(axis: Axis, size: int, preset: Preset) -> dict[str, int]:
-    """The differences from the preset at one point of a sweep.
-
-    Raises:
-        WorkshopError: a hidden dimension that is no multiple of two of the preset's heads.
-    """
+    """The differences from the preset at one point of a sweep. Raises WorkshopError: a hidden
+    dimension that is no multiple of two of the preset's heads."""
     if axis.field == "seq_len" and size > _ROPE_TABLE:
         return {"seq_len": size, "max_seq_len": size}
     if axis.keeps_model:
@@ -139,11 +133,6 @@ class Range:
     free_bytes: int | None
     left_out: list[str]
     """In sentences."""
-
-    @property
-    def most_runs(self) -> int:
-        """Of each repeat."""
-        return len(self.sizes) * len(self.keys) * len(self.presets) * len(self.precisions)
 
 
 def plan(arguments: argparse.Namespace) -> Range:
@@ -391,7 +380,6 @@ class Sweep:
         return any(point.failed for curve in self.curves for point in curve.points)
 
     def includes(self, run: RunResult) -> bool:
-        """Whether it shows a run."""
         own = (self.axis, self.config, self.precision, self.device, self.session)
         return run.kind == KIND and (*_kind(AXES[self.axis], run), run.session) == own
 
@@ -449,10 +437,14 @@ def _curve(
     by_size: dict[float, list[RunResult]] = {}
     for run in runs:
         by_size.setdefault(size_of(run, axis), []).append(run)
-    points = [
-        _point(int(size), own, [run for run in baseline if size_of(run, axis) == size])
-        for size, own in sorted(by_size.items())
-    ]
+    points = []
+    for size, own in sorted(by_size.items()):
+        amounts = [own[0].options.get(name) for name in ("predicted_mb", "free_mb")]
+        numbers = [float(mb) for mb in amounts if isinstance(mb, (int, float)) and 0 <= mb <= MOST]
+        predicted_mb, free_mb = numbers if len(numbers) == 2 else (None, None)
+        row = rows.build_row(own, [run for run in baseline if size_of(run, axis) == size])
+        beyond_memory = any(map(out_of_memory, own))
+        points.append(Point(int(size), row, beyond_memory, predicted_mb, free_mb))
     beyond = [point.size for point in points if point.out_of_memory]
     not_tried = [point for point in points if point.predicted_mb is not None]
     free_mb = next((point.free_mb for point in not_tried), memory_mb)
@@ -468,11 +460,3 @@ def _curve(
         predicted_limit=min((point.size for point in not_tried), default=None),
         predicted_end=end if end is not None and end < min(limits, default=math.inf) else None,
     )
-
-
-def _point(size: int, runs: list[RunResult], baseline: list[RunResult]) -> Point:
-    amounts = [runs[0].options.get(name) for name in ("predicted_mb", "free_mb")]
-    numbers = [float(mb) for mb in amounts if isinstance(mb, (int, float)) and 0 <= mb <= MOST]
-    predicted_mb, free_mb = numbers if len(numbers) == 2 else (None, None)
-    row, beyond = rows.build_row(runs, baseline), any(map(out_of_memory, runs))
-    return Point(size, row, beyond, predicted_mb, free_mb)

@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import functools
 import importlib.util
 import io
 import itertools
@@ -192,20 +191,22 @@ def title(group: list[Row]) -> str:
 
 def group_tables(group: list[Row]) -> list[Table]:
     """Speed, then verdict and memory."""
-    tables: list[Table] = []
     steps = {row.steps for row in group if row.steps}
-    for name, header, cells, notes in (
-        (title(group), SPEED_HEADER, _speed_cells, []),
-        (
-            "verdict and cost",
-            PROOF_HEADER,
-            functools.partial(_proof_cells, differ=len(steps) > 1),
-            [*_loss_note(steps), *_row_notes(group)],
-        ),
-    ):
-        lines = [Line(cells(row), _STYLES.get(row.status)) for row in group]
-        tables.append(Table(name, header, lines, notes, continues=bool(tables)))
-    return tables
+    styles = [_STYLES.get(row.status) for row in group]
+    speed = [Line(_speed_cells(row), style) for row, style in zip(group, styles, strict=True)]
+    proof = [
+        Line(_proof_cells(row, differ=len(steps) > 1), style)
+        for row, style in zip(group, styles, strict=True)
+    ]
+    notes = _row_notes(group)
+    if steps:
+        last = f", {max(steps)}" if len(steps) == 1 else ""
+        first = "loss: in step 1, the first of the warm-up, and in the last timed step"
+        notes = [f"{first}{last}", *notes]
+    return [
+        Table(title(group), SPEED_HEADER, speed),
+        Table("verdict and cost", PROOF_HEADER, proof, notes, continues=True),
+    ]
 
 
 def _speed_cells(row: Row) -> list[str]:
@@ -237,13 +238,6 @@ def _proof_cells(row: Row, differ: bool) -> list[str]:
         number(row.tflops, ",.3g"),
         number(row.peak_share, ".1%"),
     ]
-
-
-def _loss_note(steps: Collection[int]) -> list[str]:
-    """The steps of the losses in the table, in a sentence; nothing without losses."""
-    last = f", {max(steps)}" if len(steps) == 1 else ""
-    note = f"loss: in step 1, the first of the warm-up, and in the last timed step{last}"
-    return [note] if steps else []
 
 
 def _row_notes(group: list[Row]) -> list[str]:
@@ -421,7 +415,6 @@ def _point_cells(label: str, point: Point) -> list[str]:
 
 
 def point_without_time(point: Point) -> str:
-    """Why a point has no time, in a few words."""
     if point.out_of_memory:
         return "out of memory"
     return "not tried" if point.predicted_mb is not None else without_time(point.row)
@@ -483,5 +476,4 @@ def _point_record(point: Point) -> dict[str, Any]:
 
 
 def _fields(of: Any, without: str) -> dict[str, Any]:
-    """The fields of a dataclass but for one, as they are."""
     return {f.name: getattr(of, f.name) for f in dataclasses.fields(of) if f.name != without}

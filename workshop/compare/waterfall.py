@@ -125,11 +125,8 @@ def rungs(to: str, precision: str, *, on_gpu: bool, compiles: bool) -> list[Rung
 
 def targets(requested: Sequence[str] | None, on_gpu: bool) -> list[str]:
     """The versions at the end of a waterfall: the requested ones, else all; but V3 only where its
-    kernels are compiled, since the interpreter takes minutes.
-
-    Raises:
-        WorkshopError: a version that has no waterfall.
-    """
+    kernels are compiled, since the interpreter takes minutes. Raises WorkshopError: a version that
+    has no waterfall."""
     if not requested:
         return [key for key in TARGETS if on_gpu or not VERSIONS[key].triton]
     for key in requested:
@@ -149,11 +146,8 @@ class Planned:
 
 
 def plan(arguments: argparse.Namespace) -> Planned:
-    """Turns compare_versions.py's arguments into processes.
-
-    Raises:
-        WorkshopError: an invalid version, preset, precision, device or count.
-    """
+    """Turns compare_versions.py's arguments into processes. Raises WorkshopError: an invalid
+    version, preset, precision, device or count."""
     device, configs, precisions = sessions.check(arguments)
     on_gpu, compiles = device.type == "cuda", trainer.missing_for_compile(device) is None
     requested = list(itertools.product(targets(arguments.waterfall, on_gpu), precisions))
@@ -236,7 +230,6 @@ class Waterfall:
         return any(step.row is not None and step.row.failed for step in self.steps)
 
     def includes(self, run: RunResult) -> bool:
-        """Whether a run is of its session and size."""
         size = (run.config_name, run.batch_size, run.seq_len)
         place = (run.session, str(run.device.get("name")))
         own = (self.config, self.batch_size, self.seq_len)
@@ -262,7 +255,18 @@ def build(runs: Sequence[RunResult], requested: Requested | None = None) -> list
             found = [session for session in by_session if requested or end in ends[session]]
             if found:
                 newest = max(found, key=lambda session: (ends[session].get(end, False), session))
-                built.append(_build(*end, by_session[newest]))
+                own, first = by_session[newest], by_session[newest][0]
+                built.append(
+                    Waterfall(
+                        *end,
+                        first.config_name,
+                        first.batch_size,
+                        first.seq_len,
+                        str(first.device.get("name")),
+                        first.session,
+                        _steps(_gather(*end, own)),
+                    )
+                )
     return sorted(built, key=lambda one: (one.device, presets.rank(one.config)))
 
 
@@ -306,13 +310,6 @@ def _gather(
     ]
 
 
-def _build(to: str, precision: str, runs: Sequence[RunResult]) -> Waterfall:
-    first = runs[0]
-    size = first.config_name, first.batch_size, first.seq_len
-    steps = _steps(_gather(to, precision, runs))
-    return Waterfall(to, precision, *size, str(first.device.get("name")), first.session, steps)
-
-
 def _steps(by_rung: list[tuple[Rung, list[RunResult]]]) -> list[Step]:
     baseline = by_rung[0][1]
     steps: list[Step] = []
@@ -325,7 +322,7 @@ def _steps(by_rung: list[tuple[Rung, list[RunResult]]]) -> list[Step]:
         step = Step(rung, row, row.note)
         ms = step.step_ms
         if ms is not None:
-            times = _times(runs)
+            times = [run.step_ms for run in rows.steady(runs) if run.step_ms]
             if last is not None:
                 before, before_ms, before_times = last
                 ratio = timing.speedup(before_times, times)
@@ -334,7 +331,3 @@ def _steps(by_rung: list[tuple[Rung, list[RunResult]]]) -> list[Step]:
             last = rung.title, ms, times
         steps.append(step)
     return steps
-
-
-def _times(runs: list[RunResult]) -> list[list[float]]:
-    return [run.step_ms for run in rows.steady(runs) if run.step_ms]

@@ -248,9 +248,10 @@ def judge(found: Course, reference: Reference, setting: Setting) -> results.Audi
     fp8 = setting.precision.float8_recipe
     noise = MOVEMENT_NOISE_FP8 / math.sqrt(setting.config.hidden_dim) if fp8 else 0.0
     for name, true in course.distance.items():
-        allowed = min((MULTIPLE + of_v1) * own["movement"] + length_floor, MOST)
+        allowed = (MULTIPLE + of_v1) * own["movement"] + length_floor
         if name.endswith("norm.weight"):  # which has few elements
-            allowed = min(allowed + noise, MOST)
+            allowed += noise
+        allowed = min(allowed, MOST)
         error = _distance(found.distance.get(name), true)
         measures[f"movement of {name}"] = Measure(error, allowed, own["movement"])
     for name, movement in course.moved.items():

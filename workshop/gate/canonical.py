@@ -48,10 +48,8 @@ def load_canonical(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Loads weights under V1's names into any version.
 
     A version that stacks several of V1's weights in one declares `fused_weights`, for example
-    {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}; rows are stacked in that order.
-
-    Raises:
-        ValueError: a weight is missing, left over, or of another shape.
+    {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}; rows are stacked in that order. Raises
+    ValueError: a weight is missing, left over, or of another shape.
     """
     remaining = dict(state)
     own = dict(model.named_parameters(remove_duplicate=False))

@@ -380,17 +380,6 @@ def check(
         batch_size=batch_size,
         seq_len=min(config.max_seq_len, 65) if seq_len is None else seq_len,
     )
-    return check_setting(build, setting, configure_optimizer, cuda_graph=cuda_graph)
-
-
-def check_setting(
-    build: Build,
-    setting: Setting,
-    configure_optimizer: ConfigureOptimizer | None = None,
-    *,
-    cuda_graph: bool = False,
-) -> ParityReport:
-    """`check` in one setting."""
     check_shape(setting)
     with torch.device(setting.device):  # so that large models are initialised where it is quick
         model = build(setting.config).to(setting.device)
@@ -493,7 +482,6 @@ def answer(
 def add(
     report: ParityReport, part: Part, found: Outcome | list[str], truth: Outcome, baseline: Outcome
 ) -> None:
-    """Adds a part's measures and failures to the report."""
     of_part = new_report(part.setting)
     if isinstance(found, list):
         report.failures += found
@@ -511,14 +499,11 @@ def add(
     report.failures += [
         f"{failure} (in {part.where})" if where else failure for failure in of_part.failures
     ]
-    report.tensors_total, report.tensors_with_grad = (
-        of_part.tensors_total,
-        of_part.tensors_with_grad,
-    )
+    report.tensors_total = of_part.tensors_total
+    report.tensors_with_grad = of_part.tensors_with_grad
 
 
 def new_report(setting: Setting) -> ParityReport:
-    """The report of a setting in which nothing has been compared yet."""
     return ParityReport(
         precision=setting.precision.name,
         device=str(setting.device),

@@ -89,7 +89,7 @@ def check(claim: Claim) -> list[str]:
     senseless = list(_senseless(claim))
     if senseless:  # the other checks would divide by it
         return senseless
-    checks = (_rates, _backward_share, _optimizer_traffic, _memory, _gradients, _first_loss)
+    checks = (_rates, _optimizer_traffic, _memory, _learning)
     return [f"{claim.name}: {sentence}" for check_one in checks for sentence in check_one(claim)]
 
 
@@ -110,7 +110,8 @@ def _senseless(claim: Claim) -> Iterator[str]:
 
 
 def _rates(claim: Claim) -> Iterator[str]:
-    """Operations over time may not exceed the chip's rate, in the step or in any part of it."""
+    """Operations over time may not exceed the chip's rate, in the step or in any part of it; nor
+    may a backward pass take much less than its forward."""
     work = flops.step_flops(claim.model, claim.batch_size, claim.seq_len)
     for part, operations, milliseconds in (
         ("step", work.total, claim.step_ms),
@@ -125,16 +126,12 @@ def _rates(claim: Claim) -> Iterator[str]:
                 f"a {part} of {milliseconds:.3g} ms means {rate:,.0f} TFLOP/s "
                 f"({operations / 1e12:.3g} TFLOP), more than the chip's {claim.peak_tflops:,.0f}"
             )
-
-
-def _backward_share(claim: Claim) -> Iterator[str]:
     forward, backward = claim.forward_ms, claim.backward_ms
-    if forward is None or backward is None or backward >= LEAST_BACKWARD_SHARE * forward:
-        return
-    yield (
-        f"the backward pass takes {backward:.3g} ms, {backward / forward:.2f} of the forward's "
-        f"{forward:.3g} ms, yet has twice its operations to do"
-    )
+    if forward and backward and backward < LEAST_BACKWARD_SHARE * forward:
+        yield (
+            f"the backward pass takes {backward:.3g} ms, {backward / forward:.2f} of the forward's "
+            f"{forward:.3g} ms, yet has twice its operations to do"
+        )
 
 
 def _optimizer_traffic(claim: Claim) -> Iterator[str]:
@@ -170,34 +167,30 @@ def _memory(claim: Claim) -> Iterator[str]:
         )
 
 
-def _gradients(claim: Claim) -> Iterator[str]:
+def _learning(claim: Claim) -> Iterator[str]:
+    """All parameters receive a gradient, and the first loss is that of a fresh model."""
     total, found = flops.parameter_count(claim.model), claim.params_with_grad
     if found is not None and found > total:
         yield f"{found:,} parameters received a gradient, of {total:,} there are"
     elif found is not None and found < total:
         share = found / total
         yield f"only {found:,} of {total:,} parameters ({share:.1%}) received a gradient"
-
-
-def _first_loss(claim: Claim) -> Iterator[str]:
     expected = math.log(claim.model.vocab_size)
-    if claim.loss_first is None or abs(claim.loss_first - expected) <= FIRST_LOSS_MARGIN:
-        return
-    yield (
-        f"the first loss is {claim.loss_first:.4g}, where a freshly initialised model gives about "
-        f"ln({claim.model.vocab_size}) = {expected:.2f}"
-    )
+    if claim.loss_first is not None and not (
+        abs(claim.loss_first - expected) <= FIRST_LOSS_MARGIN  # not for NaN
+    ):
+        yield (
+            f"the first loss is {claim.loss_first:.4g}, where a freshly initialised model gives "
+            f"about ln({claim.model.vocab_size}) = {expected:.2f}"
+        )
 
 
 # --- command line ------------------------------------------------------------------------------
 
 
 def read_claims(path: Path) -> list[Claim]:
-    """Claims from a JSON list of objects with Claim's fields.
-
-    Raises:
-        WorkshopError: the file or one of its fields is not as it should be.
-    """
+    """Claims from a JSON list of objects with Claim's fields. Raises WorkshopError: the file or one
+    of its fields is not as it should be."""
     entries = results.parse_json(path)
     if not isinstance(entries, list) or not entries:
         raise WorkshopError(f"{path}: expected a list of claims, each an object")
@@ -216,13 +209,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _show(path: Path) -> int:
-    flagged = False
-    for claim in read_claims(path):
-        sentences = check(claim)
-        flagged = flagged or bool(sentences)
-        for sentence in sentences or [f"{claim.name}: nothing here is impossible"]:
+    claims = read_claims(path)
+    for claim in claims:
+        for sentence in check(claim) or [f"{claim.name}: nothing here is impossible"]:
             print(errors.printable(sentence))
-    return errors.ANSWER_IS_NO if flagged else errors.DONE
+    return errors.ANSWER_IS_NO if any(map(check, claims)) else errors.DONE
 
 
 if __name__ == "__main__":

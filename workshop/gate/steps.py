@@ -92,7 +92,6 @@ def shown(
 
 
 def shapes_of(model: nn.Module, statistics: bool = True) -> dict[str, torch.Size]:
-    """The shapes of what a training of the network has to show."""
     optimizer = torch.optim.SGD(model.parameters())
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     tensors, _ = shown(model, optimizer, scaler, statistics)
@@ -147,6 +146,7 @@ class Step:
     """The distance of each weight's movement from the one that its momentum asks for."""
 
 
+_Outcomes = Sequence[Outcome]
 Plain = Callable[[State, int, str], tuple[float, dict[str, Tensor], dict[str, Tensor]]]
 """A plain step from a state, on the batch of that number, at a precision: its loss, the gradients
 and the norms' new statistics."""
@@ -227,7 +227,7 @@ class Watch:
         return done == self._total
 
     def verdict(
-        self, plain: "Plain", precision: str, batch_size: int, weight_decay: float = 0.0
+        self, plain: Plain, precision: str, batch_size: int, weight_decay: float = 0.0
     ) -> Parity:
         found = audit(self.steps, plain, precision, batch_size, weight_decay)
         found.failures += self.failures
@@ -268,13 +268,25 @@ def audit(
     truth = [_again(step, plain, "fp32") for step in steps]
     own = truth if precision == "fp32" else [_again(step, plain, precision) for step in steps]
     measures = {"loss": _losses(found, truth, own, precision, batch_size)}
-    measures["gradients"] = _all_gradients(found, truth, own)
+
+    def furthest(outcomes: _Outcomes) -> float:
+        pairs = zip(outcomes, truth, strict=True)
+        return max(_distance(one.gradients, true.gradients) for one, true in pairs)
+
+    measures["gradients"] = _within(furthest(found), furthest(own), GRADIENT_FLOOR)
     if weight_decay:
         measures["weight decay"] = _decay(steps, truth, own, weight_decay)
     runs = found, truth, own
     gradients = ([one.gradients for one in run] for run in runs)
     statistics = ([one.statistics for one in run] for run in runs)
-    names, norms = _with_gradient(truth), list(truth[0].statistics)
+    norms = list(truth[0].statistics)
+    sizes = [{name: float(g.norm()) for name, g in one.gradients.items()} for one in truth]
+    totals = [math.hypot(*step.values()) for step in sizes]
+    names = [  # the tensors whose gradient is more than roundings in every step
+        name
+        for name in truth[0].gradients
+        if all(s[name] > NEGLIGIBLE * total for s, total in zip(sizes, totals, strict=True))
+    ]
     by_tensor = [
         _of_each("gradient", names, GRADIENT_FLOOR, *gradients),
         _of_each("change", norms, FLOOR, *statistics),
@@ -307,9 +319,6 @@ def _again(step: Step, plain: Plain, precision: str) -> Outcome:
     return Outcome(loss, sketches, _changes(step.before, after))
 
 
-_Outcomes = Sequence[Outcome]
-
-
 def _losses(
     found: _Outcomes, truth: _Outcomes, own: _Outcomes, precision: str, batch_size: int
 ) -> Measure:
@@ -320,14 +329,6 @@ def _losses(
     roundings = PRECISIONS[precision].unit_roundoff / math.sqrt(batch_size)
     floor = LOSS_FLOOR + ROUNDING_UNITS * roundings
     return Measure(furthest(found), min(MOST_TIMES * furthest(own) + floor, MOST), furthest(own))
-
-
-def _all_gradients(found: _Outcomes, truth: _Outcomes, own: _Outcomes) -> Measure:
-    def furthest(outcomes: _Outcomes) -> float:
-        pairs = zip(outcomes, truth, strict=True)
-        return max(_distance(one.gradients, true.gradients) for one, true in pairs)
-
-    return _within(furthest(found), furthest(own), GRADIENT_FLOOR)
 
 
 def _decay(steps: Sequence[Step], truth: _Outcomes, own: _Outcomes, weight_decay: float) -> Measure:
@@ -383,17 +384,6 @@ def _along(
         )
         for name in names
     }
-
-
-def _with_gradient(truth: _Outcomes) -> list[str]:
-    """The tensors whose gradient is more than roundings in every step."""
-    norms = [{name: float(g.norm()) for name, g in one.gradients.items()} for one in truth]
-    totals = [math.hypot(*step.values()) for step in norms]
-    return [
-        name
-        for name in truth[0].gradients
-        if all(s[name] > NEGLIGIBLE * total for s, total in zip(norms, totals, strict=True))
-    ]
 
 
 def _within(error: float, own: float, floor: float) -> Measure:

@@ -20,11 +20,8 @@ from workshop.run.timing import StepClock
 
 
 def serve(request: Request, pipe: Pipe) -> int:
-    """Answers until the judge has no more questions; the exit status.
-
-    Raises:
-        Closed: the judge is gone.
-    """
+    """Answers until the judge has no more questions; the exit status. Raises Closed: the judge is
+    gone."""
     asked = pipe.receive().values
     request = dataclasses.replace(
         request,
@@ -42,24 +39,19 @@ def serve(request: Request, pipe: Pipe) -> int:
     return errors.DONE
 
 
-def setting_of(request: Request, seed: int) -> parity.Setting:
-    """The run's own, with the seed that the judge chose."""
+def setting_of(request: Request, seed: int, *shape: int) -> parity.Setting:
+    """The run's own, with a seed, and with another batch size and sequence length if given."""
+    batch_size, seq_len = shape or (request.batch_size, request.seq_len)
     return parity.Setting(
-        config=request.config,
-        precision=request.precision,
-        device=request.device,
-        seed=seed,
-        batch_size=request.batch_size,
-        seq_len=request.seq_len,
+        request.config, request.precision, request.device, seed, batch_size, seq_len
     )
 
 
 def _answer_gate(
     request: Request, model: nn.Module, pipe: Pipe, asked: dict[str, Any], setup_s: dict[str, float]
 ) -> None:
-    setting = setting_of(request, asked["seed"])
     shape = asked["batch_size"], asked["seq_len"]
-    setting = dataclasses.replace(setting, batch_size=shape[0], seq_len=shape[1])
+    setting = setting_of(request, asked["seed"], *shape)
     part = parity.parts(setting)[asked["part"]]
     print("gate: answering what V1 has answered ...", flush=True)
     start, compiled = time.perf_counter(), startup.compile_seconds()

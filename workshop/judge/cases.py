@@ -13,7 +13,7 @@ from torch import Tensor
 from workshop.errors import WorkshopError
 from workshop.gate import audit, parity
 from workshop.gate.audit import Course, Reference
-from workshop.gate.parity import Outcome, ParityReport, Setting
+from workshop.gate.parity import Outcome, Setting
 from workshop.judge import wire
 from workshop.judge.pipe import Closed
 from workshop.judge.process import Process
@@ -50,15 +50,13 @@ class Case:
         environment: Mapping[str, str],
         v1_is_timed: bool,
     ) -> None:
-        """
-        Args:
-            v1_is_timed: whether V1, eager, is one of the candidates: its timed runs serve then.
-        """
+        """`v1_is_timed`: V1, eager, is one of the candidates, so that its timed runs serve."""
         self.setting, self.learning_rate = setting, learning_rate
         self._source, self._warmup, self._environment = source, warmup, environment
         self._v1_is_timed = v1_is_timed
         self._process: Process | None = None
-        self._gate: dict[tuple[tuple[int, int], int], tuple[Outcome, Outcome]] = {}
+        self.gate_answers: dict[tuple[tuple[int, int], int], tuple[Outcome, Outcome]] = {}
+        """V1's in higher precision and at the candidates', by shape and part."""
         self._rounds: dict[tuple[int, int], Round] = {}
         self._own_errors: Mapping[str, float] | None = None
         self.gate_seed = secrets.randbits(62)
@@ -99,54 +97,44 @@ class Case:
             process.end()
 
     def stop(self) -> None:
-        """Ends V1's process at once."""
         if self._process is not None:
             self._process.stop()
 
-    def _describe(self) -> dict[str, Any]:
+    def _describe(self, what: str) -> Any:
         if not self._described:
             with self._v1():
                 pass
-        return self._described
+        return self._described[what]
 
     @property
     def gate_shape(self) -> tuple[int, int]:
         """Batch size and sequence length that the gate has memory for."""
-        batch_size, seq_len = self._describe()["shape"]
+        batch_size, seq_len = self._describe("shape")
         return batch_size, seq_len
 
     @property
     def peak(self) -> tuple[float, str]:
         """TFLOP/s at this precision, and where the figure is from."""
-        return self._describe()["peak_tflops"], self._describe()["peak_source"]
+        return self._describe("peak_tflops"), self._describe("peak_source")
 
     @property
     def sizes(self) -> dict[str, int]:
         """The number of weights of each of V1's tensors."""
-        found: dict[str, int] = self._describe()["sizes"]
+        found: dict[str, int] = self._describe("sizes")
         return found
 
     # --- the gate ---
 
-    def parts(self, shape: tuple[int, int]) -> list[parity.Part]:
-        return parity.parts(self._of_shape(shape))
-
-    def _of_shape(self, shape: tuple[int, int]) -> Setting:
+    def of_shape(self, shape: tuple[int, int]) -> Setting:
+        """The setting with the batch size and sequence length of a gate."""
         return dataclasses.replace(self.setting, batch_size=shape[0], seq_len=shape[1])
 
-    def report(self, shape: tuple[int, int]) -> ParityReport:
-        """An empty report, before anything has been compared."""
-        return parity.new_report(self._of_shape(shape))
-
     def prepare_gate(self, shape: tuple[int, int]) -> None:
-        """Has V1 answer the gate's questions, before a candidate is started.
-
-        Raises:
-            WorkshopError: it can't.
-        """
-        for part in range(len(self.parts(shape))):
+        """Has V1 answer the gate's questions, before a candidate is started. Raises WorkshopError:
+        it can't."""
+        for part in range(len(parity.parts(self.of_shape(shape)))):
             key = shape, part
-            if key not in self._gate:
+            if key not in self.gate_answers:
                 with self._v1() as process:
                     values = {"part": part, "sketch_seed": self.gate_seed}
                     process.ask("gate", batch_size=shape[0], seq_len=shape[1], **values)
@@ -154,11 +142,7 @@ class Case:
                     if truth.kind == "no memory":
                         raise WorkshopError("out of memory: the gate trains V1, too, in fp32")
                     own = process.answer("outcome")
-                    self._gate[key] = wire.to_outcome(truth), wire.to_outcome(own)
-
-    def gate_answers(self, shape: tuple[int, int], part: int) -> tuple[Outcome, Outcome]:
-        """V1's in higher precision and at the candidates'."""
-        return self._gate[shape, part]
+                    self.gate_answers[key] = wire.to_outcome(truth), wire.to_outcome(own)
 
     # --- the timed runs ---
 
@@ -182,12 +166,8 @@ class Case:
         return made
 
     def draw(self, steps: int, warmup: int | None = None) -> Tensor:
-        """The batches of the warm-up, the same in each process, and timed ones that nobody has
-        seen before: int32 (warmup + steps, 2, B, T).
-
-        Args:
-            warmup: its steps, if it is not the case's.
-        """
+        """The batches of the warm-up (None: as long as the case's), the same in each process, and
+        timed ones that nobody has seen before: int32 (warmup + steps, 2, B, T)."""
         setting = self.setting
         warmup = self._warmup if warmup is None else warmup
         shape = {

@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from workshop import results, versions
+from workshop.errors import printable
 from workshop.gate import audit, parity, plausibility
 from workshop.gate.audit import Course
 from workshop.judge import wire
 from workshop.judge.cases import Case, Round
 from workshop.judge.pipe import Closed
-from workshop.judge.plans import LEARNING_RATE, Plan, flag
-from workshop.judge.process import Hear, Process, printable
+from workshop.judge.plans import LEARNING_RATE, Plan
+from workshop.judge.process import Hear, Process
 from workshop.results import RunResult
 from workshop.run import flops, interpreter, timing
 
@@ -49,24 +50,18 @@ class Candidate:
         environment: Mapping[str, str],
         hear: Hear,
     ) -> None:
-        """
-        Args:
-            result: the record that it will fill.
-        """
+        """`result` is the record that it will fill."""
         self.plan, self.case, self.round, self.result = plan, case, round_, result
         self._schedule = plan.schedule(arguments)
         self.course: Course | None = None
         """Its timed run, to be compared."""
         self.wrong_times: list[str] = []
         """In sentences."""
-        values = {"device": arguments.device, "data": arguments.data, "seed": arguments.seed}
-        values["compile"] = result.options["compile"]
         command = [sys.executable, str(versions.get_version(plan.version).path), *plan.flags()]
-        for name, value in values.items():
-            command += [flag(name), str(value)]
+        command += ["--device", arguments.device, "--data", arguments.data]
+        command += ["--seed", str(arguments.seed), "--compile", str(result.options["compile"])]
         command.append("--cuda-graph" if result.options["cuda_graph"] else "--no-cuda-graph")
-        command.append("--candidate")
-        self._process = Process(command, environment, hear)
+        self._process = Process([*command, "--candidate"], environment, hear)
 
     def stop(self) -> None:
         self._process.stop()
@@ -99,8 +94,9 @@ class Candidate:
     def _gate(self) -> None:
         case, plan = self.case, self.plan
         shape = gate_shape(plan, case)
-        report = case.report(shape)
-        for part, where in enumerate(case.parts(shape)):
+        setting = case.of_shape(shape)
+        report = parity.new_report(setting)
+        for part, where in enumerate(parity.parts(setting)):
             self._process.ask(
                 "gate", part=part, seed=case.setting.seed, batch_size=shape[0], seq_len=shape[1]
             )
@@ -113,7 +109,7 @@ class Candidate:
             else:
                 found = wire.to_outcome(answer)
                 with wire.expected():  # of which tensors may be missing
-                    parity.add(report, where, found, *case.gate_answers(shape, part))
+                    parity.add(report, where, found, *case.gate_answers[shape, part])
             if not report.passed:
                 self.result.status = "gate failed"
                 break
@@ -169,7 +165,7 @@ class Candidate:
         result, course = copy.copy(self.result), self.course
         assert course is not None
         with wire.expected():
-            for name in ("step_ms", "forward_ms", "backward_ms", "optimizer_ms"):
+            for name in ("step_ms", *results.PHASE_TIMES):
                 setattr(result, name, list(map(float, details[name])))
             result.setup_s = {str(k): float(v) for k, v in details["setup_s"].items()}
             memory = {k: v for k, v in details["memory_mb"].items() if k != "source"}
@@ -239,7 +235,6 @@ class Candidate:
         ]
 
     def line(self) -> str:
-        """The outcome in a line."""
         result = self.result
         if result.error:
             return f"skipped: {result.error}" if result.status == "skipped" else result.error
@@ -289,7 +284,6 @@ def settle_times(result: RunResult, judge_ms: float, steps: int, waited_ms: floa
 
 
 def wrong_times(result: RunResult, judge_ms: float, steps: int) -> list[str]:
-    """Contradictions in the times that a candidate tells, in sentences."""
     told = sum(result.step_ms)
     if len(result.step_ms) != steps or not all(0 < ms < math.inf for ms in result.step_ms):
         return [f"timed run: {len(result.step_ms)} step times, of {steps} steps"]

@@ -11,7 +11,6 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
@@ -24,6 +23,10 @@ _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.int64, torch.int32)
 }
+
+
+NO_MESSAGE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
+"""The errors that reading something else than what was expected ends in."""
 
 
 class Closed(WorkshopError):
@@ -96,14 +99,7 @@ class Pipe:
                 for name, (dtype, shape) in head["tensors"].items()
             }
             return Message(str(head["kind"]), dict(head["values"]), tensors)
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except (*NO_MESSAGE, RecursionError) as error:
             raise Closed(f"the process wrote no message ({error!s:.60})") from None
 
     def _tensor(self, dtype: torch.dtype, shape: list[int]) -> Tensor:
@@ -122,17 +118,6 @@ class Pipe:
         gone = contextlib.suppress(OSError, ValueError)  # it has ended, or is closed
         with gone, socket.socket(fileno=os.dup(self._read.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
-
-    def __enter__(self) -> "Pipe":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         for file in (self._read, self._write):

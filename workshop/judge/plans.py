@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from workshop import results, versions
 from workshop.request import PHASES, execution
 from workshop.results import RunResult
@@ -95,7 +93,15 @@ def record(plan: Plan, arguments: argparse.Namespace, session: str, beside: int 
     """
     version, device = versions.get_version(plan.version), hardware.get_device(arguments.device)
     config, batch_size, seq_len = plan.model_config()
-    compile_mode, cuda_graph = _execution(plan, version, device)
+    mode, graph = plan.options.get("compile"), plan.options.get("cuda_graph")
+    compile_mode, cuda_graph = execution(
+        version,
+        None if mode is None else str(mode),
+        None if graph is None else bool(graph),
+        device,
+        plan.interpreted,
+        notify=lambda _: None,
+    )
     options: dict[str, str | int | float | bool | None] = {
         "compile": compile_mode,
         "cuda_graph": cuda_graph,
@@ -128,16 +134,4 @@ def record(plan: Plan, arguments: argparse.Namespace, session: str, beside: int 
         prepared_beside=beside,
         parent_command=results.own_command(),
         command=["python", version.path.name, *plan.flags()],
-    )
-
-
-def _execution(plan: Plan, version: versions.Version, device: torch.device) -> tuple[str, bool]:
-    mode, graph = plan.options.get("compile"), plan.options.get("cuda_graph")
-    return execution(
-        version,
-        None if mode is None else str(mode),
-        None if graph is None else bool(graph),
-        device,
-        plan.interpreted,
-        notify=lambda _: None,
     )

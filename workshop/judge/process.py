@@ -76,17 +76,17 @@ class Process:
         self._pipe = Pipe(end, os.dup(end))
         self._watch = contextlib.ExitStack()
         self._watch.enter_context(processes.ended_with_us(self._process))
+
+        def read(stream: Any, hear: Hear) -> None:
+            for line in filter(None, map(str.rstrip, stream)):
+                hear(errors.printable(line))
+
         self._readers = [
-            threading.Thread(target=self._read, args=one, daemon=True)
+            threading.Thread(target=read, args=one, daemon=True)
             for one in ((self._process.stdout, hear), (self._process.stderr, self.stderr.append))
         ]
         for reader in self._readers:
             reader.start()
-
-    @staticmethod
-    def _read(stream: Any, hear: Hear) -> None:
-        for line in filter(None, map(str.rstrip, stream)):
-            hear(printable(line))
 
     @classmethod
     def of_module(cls, name: str, environment: Mapping[str, str]) -> "Process":
@@ -182,23 +182,20 @@ class Process:
         return "skipped" if skipped else "failed", self._reason(status)
 
     def _reason(self, status: int) -> str:
+        """What ended the process, or its message: our line on stderr, or a traceback's, after which
+        PyTorch has lines of advice. Of several processes their launcher has more to say."""
         if status == -signal.SIGKILL:
             return "killed from outside (SIGKILL): most likely the machine ran out of memory"
         if status < 0:
             return f"crashed with {signal.Signals(-status).name}"
-        message = _message(self.stderr)
-        own = (errors.ANSWER_IS_NO, errors.WRONG_USAGE, errors.NOT_ON_THIS_MACHINE)
-        return message if status in own else f"exit {status}: {message}"
-
-
-def _message(lines: Sequence[str]) -> str:
-    """The message of a failed process on stderr: our line, or a traceback's, after which PyTorch
-    has lines of advice. Of several processes their launcher has more to say than they."""
-    own = [line for line in lines if line.startswith("error: ")]
-    # PyTorch may write [rank0]: before it; torchrun's own error, the last, has no words.
-    found = (re.match(r"(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception): .+)", x) for x in lines)
-    raised = [match[1] for match in found if match]
-    return [*(own or raised or lines or ["no message"])][-1].removeprefix("error: ")
+        lines = self.stderr
+        own = [line for line in lines if line.startswith("error: ")]
+        # PyTorch may write [rank0]: before it; torchrun's own error, the last, has no words.
+        found = (re.match(r"(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception): .+)", x) for x in lines)
+        raised = [match[1] for match in found if match]
+        message = [*(own or raised or lines or ["no message"])][-1].removeprefix("error: ")
+        told = (errors.ANSWER_IS_NO, errors.WRONG_USAGE, errors.NOT_ON_THIS_MACHINE)
+        return message if status in told else f"exit {status}: {message}"
 
 
 @contextlib.contextmanager
@@ -221,11 +218,6 @@ def share_of_compilers(number: int) -> dict[str, str]:
     each has a compiler for every core. Every second one compiles."""
     threads = max(1, 2 * (os.cpu_count() or 1) // number)
     return {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
-
-
-def printable(text: str) -> str:
-    """The text without what moves a terminal's cursor or colours it."""
-    return "".join(one if one.isprintable() else " " for one in text)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ use, before any candidate starts, so that a device's memory holds either it or a
 """
 
 import dataclasses
-from typing import Any
 
 import torch
 
@@ -18,12 +17,16 @@ from workshop.run.precision import LADDER, get_precision
 
 
 def main() -> int:
-    """Answers the judge; the exit status."""
     return errors.exit_status(lambda: _serve(Pipe.to_judge()), interrupted="interrupted")
 
 
 def _serve(pipe: Pipe) -> int:
-    setting = _setting(pipe.receive().values)
+    values = pipe.receive().values
+    config = versions.load(versions.BASELINE).TinyLlamaConfig(**values["config"])
+    device = torch.device(values["device"])
+    precision = get_precision(values["precision"], device, LADDER)
+    shape = values["batch_size"], values["seq_len"]
+    setting = parity.Setting(config, precision, device, values["seed"], *shape)
     _describe(pipe, setting)
     while (asked := pipe.receive()).kind != "end":
         try:
@@ -36,14 +39,6 @@ def _serve(pipe: Pipe) -> int:
         if setting.device.type == "cuda":  # the candidates' memory
             torch.cuda.empty_cache()
     return errors.DONE
-
-
-def _setting(values: dict[str, Any]) -> parity.Setting:
-    config = versions.load(versions.BASELINE).TinyLlamaConfig(**values["config"])
-    device = torch.device(values["device"])
-    precision = get_precision(values["precision"], device, LADDER)
-    shape = values["batch_size"], values["seq_len"]
-    return parity.Setting(config, precision, device, values["seed"], *shape)
 
 
 def _describe(pipe: Pipe, setting: parity.Setting) -> None:
@@ -63,8 +58,9 @@ def _describe(pipe: Pipe, setting: parity.Setting) -> None:
 
 def _gate(pipe: Pipe, setting: parity.Setting, asked: Message) -> None:
     values = asked.values
-    shape = values["batch_size"], values["seq_len"]
-    setting = dataclasses.replace(setting, batch_size=shape[0], seq_len=shape[1])
+    setting = dataclasses.replace(
+        setting, batch_size=values["batch_size"], seq_len=values["seq_len"]
+    )
     part = parity.parts(setting)[values["part"]]
     found = parity.references(part.setting, lambda one: wire.sketched(one, values["sketch_seed"]))
     for outcome in found:

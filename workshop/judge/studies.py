@@ -32,7 +32,6 @@ Spans = list[list[float]]
 
 
 def each_step(run: LabRun, spans: Spans) -> None:
-    """Takes all times as steps."""
     run.step_ms = list(itertools.chain.from_iterable(spans))
 
 
@@ -139,23 +138,23 @@ class Candidate:
             judge_ms += seconds * 1e3
             if check:
                 check.take(done.tensors)
-        run = _filled(planned, message)
-        if check:
-            _take_verdict(run, judged)
+        # What the process was asked for stays; what it measured is added.
+        asked = dataclasses.asdict(planned)
+        told = {name: message.values[name] for name in TOLD if name in message.values}
+        run = wire.to_record(LabRun, {**asked, **told})
+        for name in ("options", "metrics", "software"):
+            setattr(run, name, {**getattr(run, name), **asked[name]})
+        if check:  # the judge's verdict comes in the place of the process's own
+            if run.status == "complete" and judged.gate.status == judged.audit.status == "not run":
+                raise Closed("the process told what it measured before it was judged")
+            run.gate, run.audit = judged.gate, judged.audit
+            run.metrics |= judged.metrics
+            if run.refused:
+                run.status = "gate failed" if run.gate.status == "fail" else "audit failed"
         if any(spans):
             self.plan.take_times(run, spans)
             _settle(run, spans, judge_ms)
         return wire.sensible(run)
-
-
-def _take_verdict(run: LabRun, judged: LabRun) -> None:
-    """Puts the judge's verdict in the place of the process's own."""
-    if run.status == "complete" and judged.gate.status == judged.audit.status == "not run":
-        raise Closed("the process told what it measured before it was judged")
-    run.gate, run.audit = judged.gate, judged.audit
-    run.metrics |= judged.metrics
-    if run.refused:
-        run.status = "gate failed" if run.gate.status == "fail" else "audit failed"
 
 
 def _times(done: Message) -> list[float]:
@@ -164,16 +163,6 @@ def _times(done: Message) -> list[float]:
     if not all(0 < ms < math.inf for ms in times):
         raise Closed(f"the process told no times: {times!s:.60}")
     return times
-
-
-def _filled(planned: LabRun, told: Message) -> LabRun:
-    """The record with what the process measured: what it was asked for stays."""
-    asked = dataclasses.asdict(planned)
-    values = {name: told.values[name] for name in TOLD if name in told.values}
-    run = wire.to_record(LabRun, {**asked, **values})
-    for name in ("options", "metrics", "software"):
-        setattr(run, name, {**getattr(run, name), **asked[name]})
-    return run
 
 
 def _settle(run: LabRun, spans: Spans, judge_ms: float) -> None:
@@ -194,12 +183,8 @@ def _settle(run: LabRun, spans: Spans, judge_ms: float) -> None:
 def in_turns(plans: Sequence[Plan], jobs: int) -> Iterator[LabRun]:
     """The runs of each plan. Up to `jobs` processes prepare in parallel; each is timed alone."""
     for start in range(0, len(plans), jobs):
-        yield from _together(plans[start : start + jobs])
-
-
-def _together(plans: Sequence[Plan]) -> Iterator[LabRun]:
-    environment = share_of_compilers(len(plans)) | os.environ
-    started = (Candidate(plan, len(plans) - 1, environment) for plan in plans)
-    with in_parallel(started) as candidates:
-        for one in candidates:
-            yield from one.measure()
+        batch = plans[start : start + jobs]
+        beside, environment = len(batch) - 1, share_of_compilers(len(batch)) | os.environ
+        with in_parallel(Candidate(plan, beside, environment) for plan in batch) as candidates:
+            for one in candidates:
+                yield from one.measure()

@@ -155,15 +155,10 @@ class Clock:
         return sent
 
     def mark(self) -> None:
-        """Marks the end of a step."""
         self._clock.mark()
 
     def stop(self, proof: Mapping[str, Tensor] | None = None) -> None:
-        """Waits for the device.
-
-        Args:
-            proof: as Turn.end has it.
-        """
+        """Waits for the device; `proof` is as Turn.end has it."""
         times = self._clock.durations_ms()
         self._turn.end(times, proof)
         self.step_ms += times

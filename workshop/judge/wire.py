@@ -12,7 +12,7 @@ from workshop import results
 from workshop.errors import WorkshopError
 from workshop.gate.audit import BUCKETS, PROBES, Course, sketch
 from workshop.gate.parity import CURVE_STEPS, Outcome
-from workshop.judge.pipe import Closed, Message
+from workshop.judge.pipe import NO_MESSAGE, Closed, Message
 
 R = TypeVar("R", bound=results.Run)
 NONSENSE = "the process told nonsense"
@@ -126,7 +126,7 @@ def expected() -> Iterator[None]:
     """Turns what goes wrong while an answer is read into Closed."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as e:
+    except (*NO_MESSAGE, RuntimeError) as e:
         raise Closed(f"the process answered something else ({e!s:.60})") from None
 
 

@@ -50,36 +50,18 @@ def build_parser() -> argparse.ArgumentParser:
         "77 Triton or rich is missing, 130 interrupted (what was completed is saved and shown).",
     )
     add = parser.add_argument
-    add(
-        "--op",
-        nargs="+",
-        choices=list(OPS),
-        default=list(OPS),
-        metavar="NAME",
-        help=f"of {', '.join(OPS)} (default: all)",
-    )
+    ops, what = list(OPS), f"of {', '.join(OPS)} (default: all)"
+    add("--op", nargs="+", choices=ops, default=ops, metavar="NAME", help=what)
     add("--quick", action="store_true", help="the first size of each operation, fewer rounds")
-    add(
-        "--drawn",
-        type=count,
-        metavar="N",
-        help="N sizes drawn by --seed, of the operations in turn, in the place of ours",
-    )
-    add(
-        "--precision",
-        choices=("auto", "bf16", "fp16", "fp32"),
-        default="auto",
-        help="of the tensors; auto is bf16 on a GPU that has it, else fp32 (default auto)",
-    )
+    what = "N sizes drawn by --seed, of the operations in turn, in the place of ours"
+    add("--drawn", type=count, metavar="N", help=what)
+    what = "of the tensors; auto is bf16 on a GPU that has it, else fp32 (default auto)"
+    add("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help=what)
     add("--rounds", type=count, metavar="N", help="timed turns of each (default 20; quick: 5)")
     add("--seed", type=int, default=42, help="of the sizes that --drawn draws (default 42)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
-    add(
-        "--output-dir",
-        type=Path,
-        default=DEFAULT_FOLDER,
-        help="for the result file, with all samples (default: results/kernels of this checkout)",
-    )
+    what = "for the result file, with all samples (default: results/kernels of this checkout)"
+    add("--output-dir", type=Path, default=DEFAULT_FOLDER, help=what)
     return parser
 
 

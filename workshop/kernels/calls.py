@@ -104,7 +104,6 @@ def names(case: Case, phase: str) -> tuple[str, ...]:
 
 
 def outcome(case: Case, function: Function, data: Data) -> Outcome:
-    """Results and gradients of one call."""
     results = as_tuple(function(*data.arguments))
     if [result.shape for result in results] != [upstream.shape for upstream in data.upstream]:
         return dict.fromkeys(names(case, ""))

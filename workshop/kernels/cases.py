@@ -107,11 +107,7 @@ class Case:
 
 @functools.cache
 def kernels() -> ModuleType:
-    """V3's `triton_kernels`.
-
-    Raises:
-        NotOnThisMachine: Triton is not installed.
-    """
+    """V3's `triton_kernels`. Raises NotOnThisMachine: Triton is not installed."""
     versions.load("v3")  # imports them from its folder
     return sys.modules["triton_kernels"]
 

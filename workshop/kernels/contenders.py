@@ -59,16 +59,12 @@ HOST_CALLS = 5  # of a sample: few, since the host waits once the device's queue
 
 
 def main() -> int:
-    """Answers the judge; the exit status."""
     return errors.exit_status(lambda: serve(Pipe.to_judge()), interrupted="interrupted")
 
 
 def serve(pipe: Pipe) -> int:
-    """Answers until the judge has no more questions; the exit status.
-
-    Raises:
-        Closed: the judge is gone.
-    """
+    """Answers until the judge has no more questions; the exit status. Raises Closed: the judge is
+    gone."""
     asked = pipe.receive().values
     device, precision = torch.device(asked["device"]), PRECISIONS[asked["precision"]]
     precision.set_matmul_mode()
@@ -160,20 +156,15 @@ class Contest:
 
 def functions(case: Case, device: torch.device) -> dict[str, Function]:
     everyone = {OURS: case.kernel, PLAIN: case.plain, **case.rivals}
-    return everyone | {COMPILED: _compiled(case.plain, device)}
-
-
-def _compiled(function: Function, device: torch.device) -> Function:
     missing = "a GPU" if device.type == "cpu" else trainer.missing_for_compile(device)
+
+    def absent(*_: Tensor) -> None:
+        raise Absent(f"needs {missing}")
+
     if missing:
-
-        def absent(*_: Tensor) -> None:
-            raise Absent(f"needs {missing}")
-
-        return absent
+        return everyone | {COMPILED: absent}
     torch._dynamo.reset()  # each case is compiled for its own sizes
-    compiled: Function = torch.compile(function, dynamic=False)
-    return compiled
+    return everyone | {COMPILED: torch.compile(case.plain, dynamic=False)}
 
 
 def _peak_mb(case: Case, function: Function, data: Data) -> float:
@@ -232,7 +223,13 @@ class Program:
         if phase == HOST:
             return
         cache = hardware.cache_bytes(setting.device)
-        number = _how_many(data.bytes, kept_mb, call_ms, cache, setting.device)
+        # So many calls that a sample is long enough, and that no cache holds their arguments, as
+        # far as memory allows. (A contender with too much memory for that overflows the cache in a
+        # single call.)
+        long_enough = min(math.ceil(SAMPLE_MS / call_ms), MAX_CALLS)
+        wanted = max(long_enough, math.ceil(CACHE_MULTIPLE * cache / data.bytes))
+        memory = MEMORY_SHARE * torch.cuda.get_device_properties(setting.device).total_memory
+        number = max(1, min(wanted, int(memory / (data.bytes + 1e6 * kept_mb))))
         self.sets = [data.fresh() for _ in range(number)]
         self._begin()
         self._run()
@@ -323,7 +320,6 @@ class Program:
         return ""
 
     def _graph(self, work: Callable[[], object]) -> Callable[[], object]:
-        """The replay of what it captures."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, self._pool, self._setting.stream):
             work()
@@ -332,17 +328,4 @@ class Program:
 
 @functools.cache
 def _filler(number: int, device: torch.device) -> Tensor:
-    """A tensor of so many bytes."""
     return torch.ones(number // 4, device=device)
-
-
-def _how_many(
-    arguments: int, kept_mb: float, call_ms: float, cache: int, device: torch.device
-) -> int:
-    """Calls of a sample: so many that it is long enough, and that no cache holds their arguments,
-    as far as memory allows. (A contender with too much memory for that overflows the cache in a
-    single call.)"""
-    long_enough = min(math.ceil(SAMPLE_MS / call_ms), MAX_CALLS)
-    wanted = max(long_enough, math.ceil(CACHE_MULTIPLE * cache / arguments))
-    memory = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
-    return max(1, min(wanted, int(memory / (arguments + 1e6 * kept_mb))))

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from workshop.gate.audit import BUCKETS, sketch
+from workshop.gate.parity import relative_rms
 from workshop.judge.judge import IMPOSSIBLE, SHARE
 from workshop.judge.pipe import Closed, Message
 from workshop.judge.process import Process
@@ -53,10 +54,6 @@ more memory than the cache holds, the launch, and the wait for the device: up to
 H200. A sample can be understated by as much, and a shorter one can take any time."""
 
 NO_MEMORY = "this device has no memory for the check"
-
-
-def new_seed() -> int:
-    return secrets.randbits(62)
 
 
 def start_contenders(device: torch.device) -> Process:
@@ -97,21 +94,11 @@ def in_parts(case: Case, data: Data, dtype: torch.dtype | None) -> dict[str, Ten
         part = outcome(case, case.plain, Data(tuple(arguments), tuple(own[len(arguments) :])))
         pieces.append({name: x.detach() for name, x in part.items() if x is not None})
     return {
-        name: _join([piece[name] for piece in pieces], case.cut.get(name.removeprefix(GRADIENT)))
+        name: torch.cat([piece[name] for piece in pieces], case.cut[argument])
+        if (argument := name.removeprefix(GRADIENT)) in case.cut
+        else torch.stack([piece[name].double() for piece in pieces]).sum(0)
         for name in pieces[0]
     }
-
-
-def _join(parts: list[Tensor], axis: int | None) -> Tensor:
-    if axis is None:
-        return torch.stack([part.double() for part in parts]).sum(0)
-    return torch.cat(parts, axis)
-
-
-def relative_rms(found: Tensor, true: Tensor) -> float:
-    """|found - true| / |true| over all elements, in fp64."""
-    true = true.double()
-    return float((found.double() - true).norm() / true.norm())
 
 
 def compare(
@@ -169,11 +156,7 @@ class Judge:
     """The judge of one case after the other."""
 
     def __init__(self, setting: Setting, rounds: int, blank: LabRun) -> None:
-        """
-        Args:
-            rounds: turns of each contender; 0: nothing is timed.
-            blank: the record that each row begins as.
-        """
+        """`rounds`: turns of each contender, 0 if nothing is timed; `blank`: how a row begins."""
         self.setting, self.rounds, self._blank = setting, rounds, blank
         self._process: Process | None = None
         self._asked = ""
@@ -184,7 +167,6 @@ class Judge:
             self._process = None
 
     def measure(self, case: Case) -> list[LabRun]:
-        """A record for each contender."""
         runs = [self._record(case, name) for name in (OURS, PLAIN, *case.rivals, COMPILED)]
         try:
             self._measure(case, runs)
@@ -227,33 +209,28 @@ class Judge:
             self._process.ask("setting", device=str(self.setting.device), precision=precision)
         self._process.ask("case", op=case.op, sizes=case.sizes)
         self._process.answer("answered")
-        seed = new_seed()
+        seed = secrets.randbits(62)
         data = draw_data(case, self.setting, seed)
         truth = in_parts(case, data, torch.float64)
         allowed = allowances(case, data, truth, self.setting)
         self._free_cache()
         for run in runs:
-            self._check(run, seed, truth, allowed)
+            answer = self._ask("check", run, seed=seed)
+            if isinstance(answer, str):
+                run.status, run.error = "failed" if run.variant == OURS else "skipped", answer
+                continue
+            compare(run.gate, *self._sketches(run, None), truth, allowed)
+            run.gate.reference = "the plain version in float64"
+            if run.gate.status == "pass" and answer.values.get("peak_mb"):
+                run.memory_mb = {"peak": _number(answer, "peak_mb")}
         del data, truth
         right = [run for run in runs if run.gate.status == "pass"]
         for phase in (*case.phases, HOST) if self.rounds else ():
             self._time(case, phase, right, allowed)
 
-    def _check(
-        self, run: LabRun, seed: int, truth: Mapping[str, Tensor], allowed: Mapping[str, float]
-    ) -> None:
-        answer = self._ask("check", run, seed=seed)
-        if isinstance(answer, str):
-            run.status, run.error = "failed" if run.variant == OURS else "skipped", answer
-            return
-        compare(run.gate, *self._sketches(run, None), truth, allowed)
-        run.gate.reference = "the plain version in float64"
-        if run.gate.status == "pass" and answer.values.get("peak_mb"):
-            run.memory_mb = {"peak": _number(answer, "peak_mb")}
-
     def _sketches(self, run: LabRun, index: int | None) -> tuple[dict[str, Tensor], int]:
         """Those of the check (None) or of a timed call, and their seed."""
-        seed = new_seed()
+        seed = secrets.randbits(62)
         answer = self._ask("sketch", run, index=index, seed=seed)
         if isinstance(answer, str) or any(x.shape != (BUCKETS,) for x in answer.tensors.values()):
             raise Closed("the process answered something else than sketches")
@@ -281,7 +258,7 @@ class Judge:
             self._finish(case, phase, turns, allowed)
 
     def _prepare(self, phase: str, run: LabRun) -> Turns | None:
-        answer = self._ask("prepare", run, phase=phase, seed=new_seed())
+        answer = self._ask("prepare", run, phase=phase, seed=secrets.randbits(62))
         if isinstance(answer, str):
             add_note(run, f"{phase} not timed: {answer}")
             return None
@@ -292,7 +269,7 @@ class Judge:
 
     def _turn(self, turns: Turns, number: int) -> None:
         assert self._process is not None
-        seed, run = new_seed(), turns.run
+        seed, run = secrets.randbits(62), turns.run
         if isinstance(refused := self._ask("load", run, seed=seed), str):
             raise Closed(refused)
         done, seconds, waited = self._process.timed("go", {}, "answered", name=run.variant)

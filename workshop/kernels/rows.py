@@ -84,7 +84,6 @@ class Row(LabRow):
         return self.amounts[phase] / (median / 1e3) / UNITS[self.unit] if median else None
 
     def share(self, phase: str) -> float | None:
-        """The share of the ceiling."""
         rate = self.rate(phase)
         return rate / self.ceiling if rate and self.ceiling else None
 
@@ -95,11 +94,8 @@ class Row(LabRow):
 
 
 def load(place: Path) -> list[Row]:
-    """The rows of a file, or of the newest session in a folder.
-
-    Raises:
-        WorkshopError: there is none, or a file is broken.
-    """
+    """The rows of a file, or of the newest session in a folder. Raises WorkshopError: there is
+    none, or a file is broken."""
     found = [run for run in records.load_folder(place, LabRun) if run.lab == KERNELS]
     if not found:
         raise WorkshopError(f"{place}: no result of the kernels' benchmark")
@@ -143,7 +139,6 @@ def at_each_size(rows: list[Row]) -> list[Best]:
 
 
 def table(group: list[Row]) -> Table:
-    """One operation's table, with its notes."""
     first, phases = group[0], list(group[0].amounts)
     together = phases == [BOTH]
     header = ["size", "contender"]
@@ -201,7 +196,6 @@ def _notes(rows: list[Row]) -> list[str]:
 
 
 def summary(row: Row) -> str:
-    """The ceilings of a row's file."""
     gbs, tflops = row.first.ceiling_gbs, row.first.ceiling_tflops
     if gbs is None or tflops is None:
         return NOTHING_TIMED

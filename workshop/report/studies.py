@@ -55,7 +55,7 @@ def _waterfall(anchor: str, one: Waterfall, stored: Sequence[StoredRun]) -> Sect
     _add_table(section, "What each change is worth", tables.waterfall_table(one), files)
     times = (f"{s.rung.title} {s.step_ms:,.4g} ms" for s in one.steps if s.step_ms)
     words = f"{one.title}: {'; '.join(times)}."
-    draw = functools.partial(figures.plot_waterfalls, [one])
+    draw = functools.partial(figures.save, figures.draw_waterfalls, [one])
     _add_picture(section, "What each change takes off the step", words, own, draw)
     return section
 
@@ -71,7 +71,7 @@ def _sweep(anchor: str, one: Sweep, stored: Sequence[StoredRun]) -> Section:
             section.alarms += alarms(point.row, where, of_point)
     _add_table(section, "Cost as work grows", tables.sweep_table(one), files)
     words = f"{one.title}: {'; '.join(tables.limits(one))}."
-    draw = functools.partial(figures.plot_sweeps, [one])
+    draw = functools.partial(figures.save, figures.draw_sweeps, [one])
     _add_picture(section, "Time, throughput and memory as the work grows", words, own, draw)
     return section
 

@@ -5,7 +5,6 @@ import platform
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,11 +32,8 @@ class Corpus:
 
 def read_corpus(path: Path | None = None) -> Corpus:
     """The bytes of `path` (its first 64 MiB), or of the Python standard library's sources, which
-    every machine has.
-
-    Raises:
-        WorkshopError: the file is missing, empty, a directory or not readable.
-    """
+    every machine has. Raises WorkshopError: the file is missing, empty, a directory or not
+    readable."""
     if path is None:
         return Corpus(f"Python {platform.python_version()} standard library", _standard_library())
     try:
@@ -78,20 +74,15 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 
 class Source:
-    """Where batches are drawn from: a text, or random tokens.
+    """Where batches are drawn from: a text, or uniformly random tokens, of which nothing is to be
+    learnt beyond ln(vocab).
 
     Attributes:
         record: what a result file keeps of it.
     """
 
     def __init__(self, kind: str, text_file: Path | None = None) -> None:
-        """
-        Args:
-            kind: "text" or "synthetic".
-
-        Raises:
-            WorkshopError: the text can't be read.
-        """
+        """`kind`: "text" or "synthetic". Raises WorkshopError: the text can't be read."""
         self._corpus = read_corpus(text_file) if kind == "text" else None
         self.record: dict[str, str | int] = {"name": "synthetic: uniformly random tokens"}
         if self._corpus is not None:
@@ -103,21 +94,20 @@ class Source:
     ) -> Tensor:
         """Batches, int64 (steps, 2, batch_size, seq_len). Raises WorkshopError: the text is too
         short for them."""
-        draw = synthetic_batches if self._corpus is None else partial(text_batches, self._corpus)
-        return draw(
-            steps=steps, batch_size=batch_size, seq_len=seq_len, vocab_size=vocab_size, seed=seed
-        )
+        if self._corpus is not None:
+            sizes = {"steps": steps, "batch_size": batch_size, "seq_len": seq_len}
+            return text_batches(self._corpus, **sizes, vocab_size=vocab_size, seed=seed)
+        generator = torch.Generator().manual_seed(seed)
+        shape = (steps, batch_size, seq_len + 1)
+        return _shift(torch.randint(vocab_size, shape, generator=generator))
 
 
 def text_batches(
     corpus: Corpus, *, steps: int, batch_size: int, seq_len: int, vocab_size: int, seed: int
 ) -> Tensor:
     """Random windows of the corpus: int64 (steps, 2, batch_size, seq_len), where [:, 0] are the
-    tokens and [:, 1] the targets, the same windows one byte later.
-
-    Raises:
-        WorkshopError: the corpus is shorter than a sequence, or the vocabulary than a byte.
-    """
+    tokens and [:, 1] the targets, the same windows one byte later. Raises WorkshopError: the corpus
+    is shorter than a sequence, or the vocabulary than a byte."""
     if vocab_size < BYTE_VALUES:
         raise WorkshopError(
             f"vocab_size {vocab_size} can't hold the {BYTE_VALUES} values of a byte: "
@@ -133,15 +123,6 @@ def text_batches(
     offsets = torch.randint(starts, (steps, batch_size, 1), generator=generator)
     windows = corpus.data[offsets + torch.arange(seq_len + 1)].long()
     return _shift(windows)
-
-
-def synthetic_batches(
-    *, steps: int, batch_size: int, seq_len: int, vocab_size: int, seed: int
-) -> Tensor:
-    """Uniformly random tokens in `text_batches`' layout: nothing to learn beyond ln(vocab)."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (steps, batch_size, seq_len + 1)
-    return _shift(torch.randint(vocab_size, shape, generator=generator))
 
 
 def _shift(windows: Tensor) -> Tensor:

@@ -177,7 +177,6 @@ def float8_linear(
 
 
 def _padded(x: Tensor) -> Tensor:
-    """A matrix with zeros up to multiples of TILE."""
     rows, columns = (-size % TILE for size in x.shape)
     return F.pad(x, (0, columns, 0, rows)) if rows or columns else x
 

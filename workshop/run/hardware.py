@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 def get_device(name: str) -> torch.device:
     """`auto` is the first GPU, else the CPU; `cpu`, `cuda` and `cuda:N` as PyTorch spells them
-    (ROCm's devices are `cuda` too).
-
-    Raises:
-        WorkshopError: no such device here.
-    """
+    (ROCm's devices are `cuda` too). Raises WorkshopError: no such device here."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
@@ -44,16 +40,10 @@ def get_device(name: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    return _cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
-        if match:
-            return match.group(1).strip()
-    return platform.processor() or platform.machine()
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    match = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def memory_bytes(device: torch.device) -> int | None:
@@ -104,8 +94,15 @@ def free_memory_bytes(device: torch.device) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0])
     match = re.search(r"^MemAvailable:\s*(\d+) kB$", _read(_PROC / "meminfo"), re.MULTILINE)
     of_machine = int(match.group(1)) * 1024 if match else memory_bytes(device)
-    found = [of_machine, *(_left_bytes(*group) for group in _cgroups())]
-    return min((left for left in found if left is not None), default=None)
+    found = [] if of_machine is None else [of_machine]
+    for folder, files in _cgroups():
+        limit, used = (_read(folder / name).strip() for name in (files.limit, files.usage))
+        if limit.isdigit() and used.isdigit():  # else "max", or not there
+            # Its use includes cached files, which give way where memory is short.
+            pattern = rf"^{files.prefix}(?:in)?active_file (\d+)$"
+            cached = re.findall(pattern, _read(folder / "memory.stat"), re.MULTILINE)
+            found.append(max(0, int(limit) - int(used) + sum(map(int, cached))))
+    return min(found, default=None)
 
 
 def _cgroups() -> Iterator[tuple[Path, _CgroupFiles]]:
@@ -118,17 +115,6 @@ def _cgroups() -> Iterator[tuple[Path, _CgroupFiles]]:
                 # A container may read its host's path there, but see only the tree from its own on.
                 for folder in (own, *own.parents):
                     yield _CGROUPS / files.tree / folder, files
-
-
-def _left_bytes(folder: Path, files: _CgroupFiles) -> int | None:
-    """The memory that a control group has left; None where it has no limit or is not there."""
-    limit, used = (_read(folder / name).strip() for name in (files.limit, files.usage))
-    if not (limit.isdigit() and used.isdigit()):  # "max"
-        return None
-    # Its use includes cached files, which give way where memory is short.
-    cached = rf"^{files.prefix}(?:in)?active_file (\d+)$"
-    found = re.findall(cached, _read(folder / "memory.stat"), re.MULTILINE)
-    return max(0, int(limit) - int(used) + sum(map(int, found)))
 
 
 def _read(path: Path) -> str:

@@ -38,11 +38,8 @@ def serves(version: Version, device: torch.device) -> bool:
 
 
 def check_device(version: Version, device: torch.device) -> None:
-    """Call it when the version's module is loaded, which decided how its kernels are run.
-
-    Raises:
-        WorkshopError: they are compiled for a GPU, and the device is the CPU.
-    """
+    """Call it when the version's module is loaded, which decided how its kernels are run. Raises
+    WorkshopError: they are compiled for a GPU, and the device is the CPU."""
     if version.triton and device.type == "cpu" and not asked_for():
         raise WorkshopError(
             f"--device cpu: the kernels of version {version.key} are compiled for a GPU here; use "

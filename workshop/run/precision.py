@@ -35,7 +35,6 @@ class Precision:
             float8.convert(model, self.float8_recipe)
 
     def autocast(self, device_type: str) -> AbstractContextManager[None]:
-        """The context of a forward pass."""
         return torch.autocast(
             device_type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None
         )
@@ -125,8 +124,9 @@ def get_precision(
     if name not in among:
         raise WorkshopError(f"unknown precision {name!r}: choose from auto, {', '.join(among)}")
     if name not in of_device:
+        here = "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
         raise WorkshopError(
-            f"precision {name}: {_describe(device)} does not have it{_NEEDS.get(name, '')}; "
+            f"precision {name}: {here} does not have it{_NEEDS.get(name, '')}; "
             f"choose from {', '.join(of_device)}"
         )
     return among[name]
@@ -156,7 +156,3 @@ def supported(device: torch.device, among: Mapping[str, Precision] = PRECISIONS)
     recipes = float8.recipes(device)
     names += [name for name, of in FLOAT8.items() if of.float8_recipe in recipes]
     return [name for name in among if name in names]
-
-
-def _describe(device: torch.device) -> str:
-    return "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)

@@ -31,7 +31,6 @@ class StepClock:
 
         self._on_gpu = device.type == "cuda"
         self._marks: list[torch.cuda.Event | float] = []
-        self._resumed: set[int] = set()
         self._new_event = partial(torch.cuda.Event, enable_timing=True)
         self._synchronize = torch.cuda.synchronize
 
@@ -42,11 +41,6 @@ class StepClock:
             self._marks.append(event)
         else:
             self._marks.append(time.perf_counter())
-
-    def resume(self) -> None:
-        """Marks the end of a pause that began at the mark before it, and is in no duration."""
-        self._resumed.add(len(self._marks))
-        self.mark()
 
     def reached(self, index: int) -> bool:
         """Whether the device has come to mark `index`; never waits."""
@@ -63,11 +57,10 @@ class StepClock:
         return float(start.elapsed_time(end))
 
     def durations_ms(self) -> list[float]:
-        """The times between neighbouring marks, in milliseconds, without pauses."""
+        """The times between neighbouring marks, in milliseconds."""
         if self._marks and self._on_gpu:
             self._synchronize()
-        ends = [end for end in range(1, len(self._marks)) if end not in self._resumed]
-        return [self.between_ms(end - 1, end) for end in ends]
+        return [self.between_ms(end - 1, end) for end in range(1, len(self._marks))]
 
 
 def median(samples: Sequence[float]) -> float:
@@ -105,7 +98,8 @@ def speedup(baseline: Sequence[Sequence[float]], other: Sequence[Sequence[float]
     scatter a hundred times as much between processes as the other. docs/regression.md says how
     often it is wrong.
     """
-    value = median(_pool(baseline)) / median(_pool(other))
+    before, after = (median([ms for run in side for ms in run]) for side in (baseline, other))
+    value = before / after
     sides = [[math.log(median(run)) for run in side] for side in (baseline, other)]
     if min(map(len, sides)) < 2:
         return Ratio(value, None)
@@ -115,10 +109,6 @@ def speedup(baseline: Sequence[Sequence[float]], other: Sequence[Sequence[float]
     # Of many uneven processes the middle one may lie far from the mean: the interval holds both.
     low, high = math.exp(difference - half), math.exp(difference + half)
     return Ratio(value, (min(low, value), max(high, value)))
-
-
-def _pool(runs: Sequence[Sequence[float]]) -> list[float]:
-    return [sample for run in runs for sample in run]
 
 
 def _half_width(*sides: Sequence[float]) -> float:
@@ -145,17 +135,13 @@ def t_quantile(tail: float, freedom: float) -> float:
     """
     whole = math.sqrt(math.pi) * math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
     angle = math.pi / 2
+    slices = 100  # of Simpson's rule
     while True:
-        excess = _sine_integral(angle, freedom - 1) - tail * whole
+        values = [math.sin(angle * i / slices) ** (freedom - 1) for i in range(slices + 1)]
+        inner = 4 * sum(values[1:-1:2]) + 2 * sum(values[2:-1:2])
+        integral = angle / slices / 3 * (values[0] + inner + values[-1])
+        excess = integral - tail * whole
         step = excess / math.sin(angle) ** (freedom - 1)
         angle -= step
         if step < 1e-9 * angle:
             return math.sqrt(freedom) / math.tan(angle)
-
-
-def _sine_integral(end: float, power: float) -> float:
-    """Of sin(x) ** power from 0 to `end`, by Simpson's rule."""
-    slices = 100
-    values = [math.sin(end * i / slices) ** power for i in range(slices + 1)]
-    inner = 4 * sum(values[1:-1:2]) + 2 * sum(values[2:-1:2])
-    return end / slices / 3 * (values[0] + inner + values[-1])

@@ -29,10 +29,7 @@ from workshop.run.precision import Precision
 from workshop.run.timing import StepClock
 
 COMPILE_MODES = (
-    "none",
-    "default",
-    "reduce-overhead",
-    "max-autotune",
+    *("none", "default", "reduce-overhead", "max-autotune"),
     "max-autotune-no-cudagraphs",
 )
 EAGER_STEPS_BEFORE_CAPTURE = 3
@@ -127,14 +124,6 @@ class Training:
     no_memory_for_phases: bool = False
 
 
-def _check_capturable(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
-    if precision.loss_scaling and not optimizer.defaults.get("fused"):
-        raise WorkshopError(
-            "--precision fp16 with --cuda-graph needs a fused optimizer: the plain one asks the "
-            "host at every step whether a gradient overflowed, which a graph can't"
-        )
-
-
 def missing_for_compile(device: torch.device) -> str | None:
     """A tool that torch.compile needs and does not find here, or None: a C++ compiler ($CXX or the
     system's) for the CPU, a C compiler for the launchers of GPU kernels, Python's headers; and for
@@ -200,7 +189,11 @@ class Runner:
             self._losses = self._losses.pin_memory()
         self._stream = capture_stream(self.device) if cuda_graph else None
         if cuda_graph:
-            _check_capturable(optimizer, precision)
+            if precision.loss_scaling and not optimizer.defaults.get("fused"):
+                raise WorkshopError(
+                    "--precision fp16 with --cuda-graph needs a fused optimizer: the plain one "
+                    "asks the host at every step whether a gradient overflowed, which a graph can't"
+                )
             part_of_version(model, "make_capturable")(optimizer)
         precision.prepare(model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision.loss_scaling)
@@ -224,7 +217,6 @@ class Runner:
             own.copy_(other)
 
     def load(self) -> None:
-        """Puts the next batch where the step reads it."""
         self.inputs.copy_(self._batches[self.done], non_blocking=True)
 
     def advance(self) -> None:
@@ -328,16 +320,14 @@ class Runner:
         if self.device.type == "cpu":
             self.optimizer.zero_grad(set_to_none=True)
             gc.collect()  # what the step would release, but earlier ones allocated
-            peak = memory.cpu_step_peak(self.advance, self._live_bytes)
+            state = memory.optimizer_tensors(self.optimizer)
+            live = memory.tensor_bytes([*self.model.parameters(), *self.model.buffers(), *state])
+            peak = memory.cpu_step_peak(self.advance, lambda: live)
             return memory.break_down(peak, self.model, self.optimizer, "profiled allocations")
         peak = torch.cuda.max_memory_allocated(self.device)
         breakdown = memory.break_down(peak, self.model, self.optimizer, "allocator")
         breakdown["reserved"] = torch.cuda.max_memory_reserved(self.device) / memory.MB
         return breakdown
-
-    def _live_bytes(self) -> int:
-        state = memory.optimizer_tensors(self.optimizer)
-        return memory.tensor_bytes([*self.model.parameters(), *self.model.buffers(), *state])
 
     def step_in_parts(self) -> Step:
         """The step with its phases apart: three graphs, if it is captured. Its whole graph is given
@@ -362,10 +352,19 @@ class Runner:
         the timed steps, which the marks would slow."""
         step = self.step_in_parts()
         clock = StepClock(self.device)
+
+        @contextmanager
+        def marked(phase: str) -> Iterator[None]:
+            """A mark at a phase's end, where the next begins; before the first one, too."""
+            if phase == "forward":
+                clock.mark()
+            yield
+            clock.mark()
+
         for _ in range(steps):
             self.load()
             clock.mark()
-            step(functools.partial(_marked, clock))
+            step(marked)
             self.done += 1
         self.wait()
         starts = range(0, 5 * steps, 5)
@@ -373,15 +372,6 @@ class Runner:
         backward = [clock.between_ms(i + 2, i + 3) for i in starts]
         optimizer = [clock.between_ms(i, i + 1) + clock.between_ms(i + 3, i + 4) for i in starts]
         return forward, backward, optimizer
-
-
-@contextmanager
-def _marked(clock: StepClock, phase: str) -> Iterator[None]:
-    """A mark at a phase's end, which is where the next begins; before the first one, too."""
-    if phase == "forward":
-        clock.mark()
-    yield
-    clock.mark()
 
 
 def train_losses(
@@ -459,13 +449,10 @@ def warm_up(runner: Runner, steps: int) -> dict[str, float]:
 def measure_more(runner: Runner, schedule: Schedule, training: Training) -> None:
     """The peak of memory of the timed steps, which are over, and the times of a step's phases."""
     training.memory_mb = training.memory_mb or runner.memory_mb()
-    if schedule.phases:
-        _time_phases(runner, schedule.phases, training)
-
-
-def _time_phases(runner: Runner, steps: int, training: Training) -> None:
+    if not schedule.phases:
+        return
     try:
-        phases = runner.phases(steps)
+        phases = runner.phases(schedule.phases)
     except (RuntimeError, MemoryError) as error:
         if memory_asked_for(error) is None:
             raise
