@@ -21,6 +21,7 @@ from workshop.collection import Collection
 from workshop.compare.rows import build_rows, ordinary
 from workshop.dashboard import blocks, figures, server
 from workshop.dashboard.data import Choice, Live, Snapshot
+from workshop.profilers.names import display_name
 from workshop.report.parts import BAD
 from workshop.results import RunResult
 
@@ -211,7 +212,7 @@ def test_names_are_text(window, hostile) -> None:
             show(window, view, "")
         assert AS_SHOWN in text(window, "#device") and AS_SHOWN in text(window, "#preset")
         until(lambda: f"IMPLAUSIBLE: {AS_SHOWN}" in text(window, "#alarms"), "an alarm")
-        show(window, KERNELS, AS_SHOWN)
+        show(window, KERNELS, display_name(HOSTILE, 60))
         show(window, blocks.LABS, f"fp32: {AS_SHOWN}")
         harmless(window)
 
