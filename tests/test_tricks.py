@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tricks import ROOT, TRICKS, add_versions, copy_checkout
+from tricks import ROOT, TRICKS, Trick, add_versions, copy_checkout
 
 FORGED = "feedc0de"
 """Text that the tricks write where they forge a record."""
@@ -27,7 +27,7 @@ REASONS = {
     "no answer": "the process (ended without an answer|wrote no message|told nonsense)",
 }
 """The beginnings of a failed row's note, by what must come of a trick: it has not just crashed."""
-FEW = "--config tiny --precision fp32 --num-steps 100 --warmup-steps 2 --device cpu".split()
+FEW = "--config tiny --precision fp32 --num-steps 100 --warmup-steps 2".split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Comparison:
     said: str
 
 
-Compare = Callable[[bool, int], Comparison]
+Compare = Callable[[bool, int, bool], Comparison]
 
 
 @pytest.fixture(scope="module")
 def compare(tmp_path_factory, type_command) -> Compare:
-    """One comparison for all tricks that are as quick and take as many repeats."""
+    """One comparison for all tricks that are alike in: quick, repeats, gpu."""
 
     @functools.cache
-    def run(quick: bool, repeats: int) -> Comparison:
-        folder = tmp_path_factory.mktemp("tricks")
-        chosen = [t for t in TRICKS if (t.quick, t.repeats, t.gpu) == (quick, repeats, False)]
+    def run(*kind: Any) -> Comparison:
+        folder, (_, repeats, gpu) = tmp_path_factory.mktemp("tricks"), kind
+        chosen = [trick for trick in TRICKS if (trick.quick, trick.repeats, trick.gpu) == kind]
         copy_checkout(folder / "code")
         for name, line in ADDED.items():
             with (folder / "code" / name).open("a", encoding="utf-8") as module:
@@ -59,6 +59,7 @@ def compare(tmp_path_factory, type_command) -> Compare:
         add_versions(folder / "code", chosen)
         keys = ["v1", "v2", *(trick.name for trick in chosen)]
         words = ["analysis_tools/compare_versions.py", *FEW, "--repeats", str(repeats)]
+        words += ["--device", "cuda" if gpu else "cpu"]
         words += ["--output-dir", str(folder / "out"), "--versions", *keys]
         done = type_command(
             "python", *words, folder=folder / "code", PYTHONPATH="", OMP_NUM_THREADS="1"
@@ -70,17 +71,17 @@ def compare(tmp_path_factory, type_command) -> Compare:
     return run
 
 
-def _cases() -> list[Any]:
-    return [
-        pytest.param(trick, id=trick.name, marks=[] if trick.quick else [pytest.mark.slow])
-        for trick in TRICKS
-        if not trick.gpu
-    ]
+def _marks(trick: Trick) -> list[pytest.MarkDecorator]:
+    if trick.gpu:
+        return [pytest.mark.gpu]
+    return [] if trick.quick else [pytest.mark.slow]
 
 
-@pytest.mark.parametrize("trick", _cases())
+@pytest.mark.parametrize(
+    "trick", [pytest.param(trick, id=trick.name, marks=_marks(trick)) for trick in TRICKS]
+)
 def test_a_trick_earns_nothing(trick, compare) -> None:
-    found = compare(trick.quick, trick.repeats)
+    found = compare(trick.quick, trick.repeats, trick.gpu)
     row, honest = found.rows[trick.name], found.rows["v2"]
     assert honest["status"] == "timed" and honest["audit"] == "pass", found.said
     if trick.outcome in REASONS:

@@ -119,9 +119,9 @@ class Trick:
     """A deception and what must come of it.
 
     `outcome`: "red": gate or audit fail, and the exit status is 1. "no answer": the same, as the
-    process gives none that can be understood. "no gain": the row is V2's own, since the trick finds
-    nothing that it could use (else it leaves a file whose name ends in `.acted`), or only changes
-    what nothing is derived from. "flagged": the row says that a figure is impossible.
+    process gives none that can be understood. "no gain": red, or the row is V2's own, since the
+    trick finds nothing that it could use (else it leaves a file whose name ends in `.acted`), or
+    only changes what nothing is derived from. "flagged": the row says that a figure is impossible.
     """
 
     name: str
@@ -254,7 +254,7 @@ def record(model, *rest, real=audit.record):
 
 audit.record = record
 
---- other-stream: work past the clock (gpu)
+--- other-stream: work past the clock (gpu, no gain)
 _side = torch.cuda.Stream()
 
 
