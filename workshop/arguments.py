@@ -1,4 +1,4 @@
-"""What all command lines share: an empty value is wrong usage for every flag."""
+"""Parts that all command lines share: an empty value is wrong usage for every flag."""
 
 import argparse
 import sys

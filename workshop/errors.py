@@ -139,7 +139,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _out_of_room(error: BaseException) -> str | None:
-    """What a full disk or temporary folder kept from being written, in a sentence; None for an
+    """Names the file that a full disk or temporary folder kept from being written; None for an
     error of another kind. A compiler's error carries it behind its own, or in its text."""
     remedy = "free some room, or name another folder with TMPDIR or --output-dir"
     behind: BaseException | None = error
@@ -167,7 +167,7 @@ def printable(text: str) -> str:
 
 _OTHER_NAMES = {"PIL": "pillow", "cv2": "opencv-python-headless", "pptx": "python-pptx",
                 "sklearn": "scikit-learn"}  # fmt: skip
-"""What pip calls a package that is imported under another name."""
+"""pip's names of packages that are imported under another name."""
 
 
 _NOT_IN_SETUP = ("transformers", "tokenizers", "safetensors", "deepspeed", "accelerate",

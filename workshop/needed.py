@@ -1,4 +1,4 @@
-"""What a script can do nothing without, asked for before the script's own imports fail without it.
+"""Packages that a script needs, asked for before the script's own imports fail without them.
 
 It imports nothing but Python's own at its top.
 """

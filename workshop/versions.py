@@ -32,7 +32,7 @@ class Version:
     triton: bool = False
     """Whether it has kernels written in Triton, which must be installed then."""
     packages: tuple[str, ...] = ()
-    """What else it imports, besides PyTorch."""
+    """Packages that it imports besides PyTorch."""
     file: str = ""
     """Its name, if that is not tiny_llama_KEY.py."""
     colour: str = "#808080"

@@ -37,7 +37,7 @@ FALSE_ALARMS = 0.005
 """The share of checks of unchanged code with a "slower" among the verdicts, if processes scatter
 normally. They do not, and it may reach 0.01."""
 LEAST_PROCESSES, MOST_PROCESSES = 2, 50
-"""Of each side: with fewer the scatter is unknown, and more are never advised."""
+"""Processes of each side: with fewer the scatter is unknown, and more are never advised."""
 
 SLOWER = "slower"
 FASTER = "faster"
@@ -152,7 +152,7 @@ def _kept(processes: int) -> int:
 
 
 def _half_width(scatter: float, kept: Sequence[int], tail: float) -> float:
-    """Of the interval of a difference of means of so many values, in the unit of `scatter`."""
+    """Half the interval of a difference of means of `kept` values, in the unit of `scatter`."""
     deviation = scatter * math.sqrt(sum(1 / count for count in kept))
     return timing.t_quantile(tail, sum(kept) - len(kept)) * deviation
 
@@ -442,7 +442,7 @@ def _series(runs: Iterable[RunResult]) -> dict[Key, list[RunResult]]:
 
 
 def _newest(runs: Iterable[RunResult], like: RunResult | None = None) -> dict[Key, list[RunResult]]:
-    """Of each version and size the newest session, preferably on the device and software of
+    """The newest session of each version and size, preferably on the device and software of
     `like`."""
 
     def order(run: RunResult) -> tuple[bool, str]:

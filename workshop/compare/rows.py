@@ -42,7 +42,7 @@ class Row:
     runs: int
     parity: str
     audit: str = "not run"
-    """Of all timed runs: "pass", "fail", or "not run" if one of them was not audited."""
+    """Verdict on all timed runs: "pass", "fail", or "not run" if one of them was not audited."""
     gate_shape: tuple[int, int] | None = None
     """Batch size and sequence length that the gate was run on."""
     status: str = "timed"

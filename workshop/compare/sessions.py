@@ -122,8 +122,8 @@ def run_plans(
 
 
 def _batches(plans: Iterable[Plan], jobs: int) -> Iterator[list[Plan]]:
-    """So many plans as `jobs` at a time, but never two of one version and size: what fails is not
-    run again. With one job no plan is asked for before the one before it was run."""
+    """Batches of up to `jobs` plans, never two of one version and size: what fails is not run
+    again. With one job no plan is asked for before the one before it was run."""
     batch: list[Plan] = []
     for plan in plans:
         if plan.label in [other.label for other in batch]:
@@ -142,7 +142,7 @@ def load_session(output_dir: Path, session: str) -> list[RunResult]:
 
 
 def _announce(keys: Iterable[str], arguments: argparse.Namespace, say: Say) -> dict[str, str]:
-    """What each version needs that is missing here. Prints it, and which will be interpreted."""
+    """Names what each version lacks here. Prints it, and which will be interpreted."""
     device, found = hardware.get_device(arguments.device), {}
     for key in dict.fromkeys(keys):
         version = versions.get_version(key)

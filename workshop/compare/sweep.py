@@ -36,7 +36,7 @@ class Axis:
     flag: str
     """As in `--sweep FLAG`."""
     field: str
-    """Of a result: `batch_size`, `seq_len`, or of its config."""
+    """Field of a result: `batch_size`, `seq_len`, or one of its config."""
     words: str
     degree: int
     """Memory is a polynomial of this degree: V1's scores grow with the square of the sequence,
@@ -122,7 +122,7 @@ def sizes_at(axis: Axis, size: int, preset: Preset) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Range:
-    """What to run: the versions over an axis, for each preset and precision."""
+    """Runs of the versions over an axis, for each preset and precision."""
 
     axis: Axis
     sizes: list[int]
@@ -290,7 +290,7 @@ def size_that_fills(peaks: Mapping[float, float], free_mb: float, degree: int) -
 
 
 def size_of(run: RunResult, axis: Axis) -> float:
-    """Of a run, along the axis."""
+    """Size of a run along the axis."""
     return float(run.config.get(axis.field) or getattr(run, axis.field))
 
 
@@ -366,7 +366,7 @@ class Sweep:
     precision: str
     device: str
     memory_mb: float | None
-    """Of the device, if known."""
+    """Memory of the device, if known."""
     session: str
     curves: list[Curve] = field(default_factory=list)
 

@@ -59,7 +59,7 @@ class Rung:
         return (self.version, self.precision) == (BASELINE, FULL)
 
     def options(self, on_gpu: bool) -> Options:
-        """What of it differs from its version's defaults, as a result file records it."""
+        """Its differences from its version's defaults, as a result file records them."""
         version = VERSIONS[self.version]
         options: dict[str, str | bool] = {}
         if self.off:
@@ -137,7 +137,7 @@ def targets(requested: Sequence[str] | None, on_gpu: bool) -> list[str]:
 
 @dataclass(frozen=True)
 class Planned:
-    """What to run: the requested waterfalls, their processes in an alternating order, and in
+    """The requested waterfalls, their processes in an alternating order, and in
     sentences the rungs that can't run here."""
 
     requested: Requested
@@ -275,7 +275,7 @@ def _ends(runs: Sequence[RunResult]) -> dict[tuple[str, str], bool]:
     of its own were run."""
     ends: dict[tuple[str, str], bool] = {}
     for precision in PRECISIONS:
-        # Of fp8's rungs all but the last are bf16's, and say nothing of it.
+        # All of fp8's rungs but the last are bf16's, and say nothing of it.
         ran = {
             to: frozenset(
                 rung

@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """What the user chose: a group, the labels of versions, keys of a profile and of a lab's
+    """Choice of the user: a group, the labels of versions, keys of a profile and of a lab's
     subject; empty where nothing was chosen yet."""
 
     device: str = ""

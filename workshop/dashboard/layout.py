@@ -16,7 +16,7 @@ POLL_MS = 2000
 TITLE = "Performance dashboard"
 GRAPH_CONFIG: Any = {"displayModeBar": False, "responsive": True}
 PICTURE_STYLE = {"width": "100%", "background": "white", "borderRadius": "0.3rem"}
-"""Of the report's pictures, whose letters are dark."""
+"""Style of the report's pictures, whose letters are dark."""
 THEMES = {"auto": "as the system", "light": "light", "dark": "dark"}
 CONTROLS = {
     "device": "Device",
@@ -35,7 +35,7 @@ _CONTROLS_OF: dict[str, tuple[str, ...]] = {
     KERNELS: ("profile",),
     LABS: ("lab",),
 }
-"""Of the views that have others than the versions' controls."""
+"""Controls of the views that have others than the versions' controls."""
 
 
 def page(snapshot: Snapshot, generation: int) -> Component:

@@ -49,14 +49,15 @@ VECTOR_FLOOR = (3e-4, 6.5)
 in tf32 make it 7e-3 and 3e-3, gradients rounded to bf16 8e-4 and 2e-3, AMSGrad 3e-4 and 2e-4."""
 
 MOST = 0.1
-"""What a loss or a movement may never be off, however far V1's own run is: no roundings do that,
+"""Limit of a loss's or a movement's error, however far V1's own run is: no roundings do that,
 but a step that V1 left out does, and its run is then no measure for others."""
 
 SCORES_MULTIPLE = 4
-"""Of V1's own largest error, what the last gradient of q_proj or k_proj may be off; MULTIPLE for
-all else. The gradient of the attention's scores nearly cancels. V1 computes it in fp32, SDPA from
-outputs rounded to bf16: on an H200, after 20 steps at small and medium, V2 and V4 are 2.2 to 3.8
-times as far off as V1 (24 runs), 0.11 at most. A gradient of half the size is off by 0.5."""
+"""Multiple of V1's own largest error that the last gradient of q_proj or k_proj may be off;
+MULTIPLE for all else. The gradient of the attention's scores nearly cancels. V1 computes it in
+fp32, SDPA from outputs rounded to bf16: on an H200, after 20 steps at small and medium, V2 and V4
+are 2.2 to 3.8 times as far off as V1 (24 runs), 0.11 at most. A gradient of half the size is off by
+0.5."""
 
 FP8_MULTIPLE = 4
 """The same in fp8 for all losses and last gradients. Training carries fp8's large roundings on, so

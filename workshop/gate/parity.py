@@ -425,8 +425,8 @@ class Part:
 
 
 def parts(setting: Setting) -> list[Part]:
-    """What the gate compares in: the setting itself; before a lower precision fp32, on few tokens
-    and a small model, where what is small beside that precision's roundings shows."""
+    """Settings in which the gate compares: the setting itself; before a lower precision fp32, on
+    few tokens and a small model, where what is small beside that precision's roundings shows."""
     if setting.precision.name == "fp32":
         return [Part(setting)]
     config = small_config(setting.config)
@@ -450,7 +450,7 @@ def answer(
     cuda_graph: bool = False,
     notify: trainer.Notify = lambda _: None,
 ) -> Outcome | list[str]:
-    """What a candidate does in a part of the gate, or in sentences why it is another model."""
+    """A candidate's answer in a part of the gate, or in sentences why it is another model."""
     setting = part.setting
     if differing := differing_defaults(setting.config):
         return differing  # a baseline with the same numbers would show nothing

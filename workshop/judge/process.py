@@ -182,8 +182,8 @@ class Process:
         return "skipped" if skipped else "failed", self._reason(status)
 
     def _reason(self, status: int) -> str:
-        """What ended the process, or its message: our line on stderr, or a traceback's, after which
-        PyTorch has lines of advice. Of several processes their launcher has more to say."""
+        """Names what ended the process, or its message: our line on stderr, or a traceback's, after
+        which PyTorch has lines of advice. Of several processes their launcher has more to say."""
         if status == -signal.SIGKILL:
             return "killed from outside (SIGKILL): most likely the machine ran out of memory"
         if status < 0:

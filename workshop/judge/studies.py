@@ -138,7 +138,7 @@ class Candidate:
             judge_ms += seconds * 1e3
             if check:
                 check.take(done.tensors)
-        # What the process was asked for stays; what it measured is added.
+        # The request stays; the measurements are added.
         asked = dataclasses.asdict(planned)
         told = {name: message.values[name] for name in TOLD if name in message.values}
         run = wire.to_record(LabRun, {**asked, **told})

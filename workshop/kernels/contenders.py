@@ -223,7 +223,7 @@ class Program:
         if phase == HOST:
             return
         cache = hardware.cache_bytes(setting.device)
-        # So many calls that a sample is long enough, and that no cache holds their arguments, as
+        # As many calls as make a sample long enough, and that no cache holds their arguments, as
         # far as memory allows. (A contender with too much memory for that overflows the cache in a
         # single call.)
         long_enough = min(math.ceil(SAMPLE_MS / call_ms), MAX_CALLS)

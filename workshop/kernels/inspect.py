@@ -1,4 +1,4 @@
-"""What the compiler makes of V3's kernels on a GPU that need not be here.
+"""Compiles V3's kernels for a GPU that need not be here, and inspects them.
 
 A training step of V3 runs on tensors without memory, and every `kernel[grid](...)` is compiled for
 the chosen chip instead of launched. So what is shown is what would run there: with V3's own tiles,
@@ -56,7 +56,7 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Chip:
-    """What one compute unit (AMD: CU, NVIDIA: SM) has for the programs that run on it at a time.
+    """Resources of one compute unit (AMD: CU, NVIDIA: SM) for the programs that it runs at a time.
 
     Both vendors' units have four SIMDs (NVIDIA: sub-partitions), each with 512 vector registers a
     lane, given out in eights. A wave is what a SIMD executes together (NVIDIA: warp).
@@ -135,9 +135,9 @@ def get_chip(name: str) -> Chip:
 
 
 def specimens(size: Preset, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """What is run forward and, where it returns something, backward: V3's own training step, of
-    which two layers launch all that more would, and the operators that it does without. Products
-    are computed in `dtype`."""
+    """Functions that are run forward and, where they return something, backward: V3's own training
+    step, of which two layers launch all that more would, and the operators that it does without.
+    Products are computed in `dtype`."""
     model, ops = versions.load("v3"), importlib.import_module("triton_kernels")
     config = model.TinyLlamaConfig(**size.model() | {"num_layers": 2})
     B, T, H, D = size.batch_size, size.seq_len, config.num_heads, config.head_dim
@@ -240,7 +240,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _address(tensor: Tensor) -> int:
-    """Of a tensor without memory, modulo 16 where it matters: PyTorch aligns whole allocations."""
+    """Address of a tensor without memory, modulo 16: PyTorch aligns whole allocations."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 

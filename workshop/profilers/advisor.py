@@ -1,5 +1,5 @@
-"""What bounds a run, by its kernel table, in plain sentences: each quotes its figures and names
-the version of the workshop, or the lab's flag, that treats it.
+"""Advice on what bounds a run, by its kernel table, in plain sentences: each quotes its figures and
+names the version of the workshop, or the lab's flag, that treats it.
 
 A profile shows what ran, not why. So a sentence claims no more than its figures do, and where the
 table does not have them (no timeline, no marker ranges, no counters) there is none.
@@ -48,7 +48,7 @@ PROFILER_SLOWDOWN = 2
 """Recording an operator and its launch takes the host about as long as they take themselves, so
 without the profiler it may be twice as fast, and the GPU's idle time that much shorter."""
 SOMEWHAT_IDLE = 0.25
-"""Of the timeline: less than this can be the profiler's doing alone."""
+"""Share of the timeline: less than this can be the profiler's doing alone."""
 LEAST_SHARES = {
     "products": 0.2,
     "elementwise": 0.15,
@@ -59,34 +59,34 @@ LEAST_SHARES = {
     "materialised-attention": 0.03,
     "unrecognised": 0.2,
 }
-"""Of the kernels' time, by finding. At the first three, halving what they are of gives a step a few
-percent. The next are lower, since what treats these removes most of it. With more kernels than the
-last that are not understood, the other shares say little."""
+"""Shares of the kernels' time, by finding. At the first three, halving what they are of gives a
+step a few percent. The next are lower, since what treats these removes most of it. With more
+kernels than the last that are not understood, the other shares say little."""
 LEAST_LOADING = 0.05
-"""Of the steps' time, lost in waiting for data: what treats that removes all of it."""
+"""Share of the steps' time, lost in waiting for data: what treats that removes all of it."""
 LEAST_FLOPS = 0.75
-"""Of a step's products. The forward pass alone makes a third of them; without the gradient of
+"""Share of a step's products. The forward pass alone makes a third of them; without the gradient of
 either the inputs or the weights two thirds remain."""
 COUNTED = 0.9
-"""Of a group's time: the part whose operations or bytes must be known before their rate is given;
-kernels that only add up partial products count no operations."""
+"""Share of a group's time: the part whose operations or bytes must be known before their rate is
+given; kernels that only add up partial products count no operations."""
 FEWEST_PASSES = 3
 """Kernels of an update that goes operation by operation: SGD's is a single one as it is."""
 LEAST_WAITING = 0.01
-"""Of the time: a shorter wait finds the GPU done already, so that it costs nothing more."""
+"""Share of the time: a shorter wait finds the GPU done already, so that it costs nothing more."""
 OWN_WAITS = 2
 """Synchronisations that the profiler, or the script around it, makes at its start and end."""
 MANY_WAITS = 10
 """In a profile whose steps are not known, beyond OWN_WAITS."""
 IDLE_THAT_WAITS_COST = 0.1
-"""Of the timeline: with less of it idle, no wait has left the GPU without work."""
+"""Share of the timeline: with less of it idle, no wait has left the GPU without work."""
 
 _WAIT = re.compile(
     r"(?:cuda|hip)(?:Device|Stream|Event)Synchronize|cu(?:Ctx|Stream|Event)Synchronize"
     r"|(?:cuda|cu|hip)Memcpy(?!\w*Async)"
 )
-# What these kernels compute is in their template arguments: they follow an I in a mangled name, and
-# are missing in one that rocprofv3 has truncated.
+# The computation of these kernels is in their template arguments: they follow an I in a mangled
+# name, and are missing in one that rocprofv3 has truncated.
 _UNFUSED = re.compile(r"multi_tensor_apply_kernel[<I](?!.*fused_?adam)", re.IGNORECASE | re.DOTALL)
 _SOFTMAX = re.compile(r"softmax", re.IGNORECASE)
 _LOG_SOFTMAX = re.compile(
@@ -112,7 +112,7 @@ class Advice:
     "-bound", or is "mixed", names what bounds the run."""
     sentence: str
     treatment: str
-    """What to do, with the file or README of the workshop that treats it."""
+    """Remedy, with the file or README of the workshop that has it."""
     severity: str = NOTE
     """Or WARNING: the run does not do what it seems to."""
     at_stake_ns: float = 0.0
@@ -376,7 +376,7 @@ def _data(figures: Figures) -> Iterator[Advice]:
 
 
 def _rates(figures: Figures, loading: Loading, rest_ns: float) -> str:
-    """Of a lab's pipeline and model, as its record has them, else by the trace."""
+    """Rates of a lab's pipeline and model, as its record has them, else by the trace."""
     lab = figures.lab
     if lab is None:
         return ""
@@ -455,7 +455,7 @@ def _products(figures: Figures) -> Iterator[Advice]:
 
 
 def _product_rate(figures: Figures) -> str:
-    """What they reach: by counters, else by the operations that the model's sizes ask for."""
+    """Rate of the products: by counters, else by the operations that the model's sizes ask for."""
     counted = [k for k in figures.table.kernels if is_product(k) and k.flops]
     ns = _time(counted)
     if counted and ns >= COUNTED * figures.products_ns > 0:
@@ -612,7 +612,7 @@ def _optimizer(figures: Figures) -> Iterator[Advice]:
 
 
 def _least_update(figures: Figures) -> str:
-    """What an update must take, where the model and the chip are known."""
+    """Least time of an update, where the model and the chip are known."""
     if figures.sizes is None or figures.peaks is None:
         return ""
     each, rate = flops.ADAMW_BYTES_PER_PARAMETER, figures.peaks.bandwidth_gbs
@@ -646,7 +646,7 @@ def _communication(figures: Figures) -> Iterator[Advice]:
     if figures.bound != "communication" and _is_small(figures, "communication", ns):
         return
     sentence = f"communication between devices takes {_share(figures, ns)}."
-    # What the others can't cover, even if none of them overlap, is exposed.
+    # Communication that the others can't cover, even if none of them overlap, is exposed.
     exposed = line.busy_ns - (figures.total_ns - ns) if line else 0.0
     if exposed > 0:
         sentence += f" At least {figures.time(exposed)} of it pass while nothing else runs."

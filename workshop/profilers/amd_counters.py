@@ -214,7 +214,7 @@ def _read_bytes(means: Mapping[str, float]) -> float | None:
         if counter in means:
             return 1024 * means[counter]
     total, short = _requests(means, "RDREQ"), _requests(means, "RDREQ_32B")
-    # Which request sizes there are depends on the chip: MI200 counts under "EA" and has no longer
+    # Request sizes depend on the chip: MI200 counts under "EA" and has no longer
     # ones; later chips count under "EA0", and the longer ones as bubbles.
     has_long = any(counter.startswith("TCC_EA0_RDREQ") for counter in means)
     bubbles = means.get("TCC_BUBBLE_sum", means.get("TCC_BUBBLE")) if has_long else 0.0

@@ -1,4 +1,4 @@
-"""What changed from one profile to another: kernels gone, new, slower and faster; launches; the
+"""Changes from one profile to another: kernels gone, new, slower and faster; launches; the
 GPU's busy and idle time."""
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 LEAST_CHANGE = 0.03
-"""Of a kernel's own time: one run's kernels differ that much from the next one's, by the clock of
-the GPU and by what happens to lie in its cache."""
+"""Share of a kernel's own time: one run's kernels differ that much from the next one's, by the
+clock of the GPU and by what happens to lie in its cache."""
 LEAST_HOST_FACTOR = 1.75
-"""Of a CPU operator's fastest call. The sum of its calls, and the longest, change severalfold from
-run to run, with what else runs and with the memory that the system has to find. In 30 pairs of
-profiles of one model the fastest call was within 1.52 times; at twice the batch it takes 2 to 2.7
-times as long."""
+"""Factor of a CPU operator's fastest call. The sum of its calls, and the longest, change
+severalfold from run to run, with what else runs and with the memory that the system has to find. In
+30 pairs of profiles of one model the fastest call was within 1.52 times; at twice the batch it
+takes 2 to 2.7 times as long."""
 LEAST_SHARE = 0.01
-"""Of the time of all kernels: a change below it can't be seen in a step's time either."""
+"""Share of the time of all kernels: a change below it can't be seen in a step's time either."""
 
 GONE, NEW, SLOWER, FASTER = KINDS = ("gone", "new", "slower", "faster")
 _STYLES = {GONE: "green", FASTER: "green", NEW: "yellow", SLOWER: "red"}
@@ -54,7 +54,7 @@ class Side:
     """Sum of all kernels' times."""
     launches: float
     busy_ns: float | None
-    """Of the GPU, and the time between: None where the tool has no timeline."""
+    """Busy time of the GPU, and the time between: None where the tool has no timeline."""
     idle_ns: float | None
     categories_ns: dict[str, float]
     warnings: list[str]
@@ -86,9 +86,9 @@ class TableDiff:
     """From table `a` to table `b`."""
 
     unit: str
-    """What the figures are of: "step" where both tables have the steps, else "profile"."""
+    """Unit of the figures: "step" where both tables have the steps, else "profile"."""
     what: str
-    """What the tables hold: "kernel", or a CPU's "operator"."""
+    """Kind of the tables' lines: "kernel", or a CPU's "operator"."""
     a: Side
     b: Side
     changes: list[Change]
@@ -107,7 +107,7 @@ def compare(
     run_a: RunResult | None = None,
     run_b: RunResult | None = None,
 ) -> TableDiff:
-    """What changed from `a` to `b`: per step where both have their steps, else in all.
+    """Changes from `a` to `b`: per step where both have their steps, else in all.
 
     Kernels are matched by name, and those of torch.compile also where only its running number
     differs, if that leaves no choice.

@@ -45,7 +45,7 @@ WHY_THEY_DIFFER = (
     "figure is a step only if the backward pass is whole.",
 )
 _WIDTH = 80
-"""Of the report, in characters: it is read in a terminal too."""
+"""Width of the report, in characters: it is read in a terminal too."""
 
 
 @dataclass

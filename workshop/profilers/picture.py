@@ -43,7 +43,7 @@ _MOST_ARROWS = 7
 
 # In pixels, but for the font's size.
 WIDTH, HEIGHT = 1600, 900
-"""Of the picture; it is lower where few rows are to be drawn."""
+"""Height of the picture; it is lower where few rows are to be drawn."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 150, 46, 46, 84
 _PLOT_WIDTH = WIDTH - _LEFT - _RIGHT
 _TITLE_HEIGHT, _LANE_GAP, _TALLEST_ROW = 22, 12, 46
@@ -54,7 +54,7 @@ _FONT_SIZE = 10
 _LETTER = 8.5
 """Width of a letter, of the wider ones."""
 _FEWEST_LETTERS = 6
-"""Of a name that is cut: with fewer it is useless."""
+"""Letters of a name that is cut: with fewer it is useless."""
 _NAMESPACE = re.compile(r"::|: ")
 """As in "autograd::engine::evaluate_function: MulBackward0"."""
 
@@ -116,7 +116,7 @@ class _Band:
     kind: str
     rows: list[list[Slice]]
     height: float = 0.0
-    """Of a row, in pixels; `top`: from the top of the axes."""
+    """Height of a row, in pixels; `top`: from the top of the axes."""
     top: float = 0.0
 
 
@@ -303,7 +303,7 @@ class _Picture:
 
 
 def _figures(lane: Lane, window: Window) -> str:
-    """What a lane holds, in words."""
+    """Contents of a lane, in words."""
     counts = ((len(lane.slices.get(kind, ())), kind) for kind in _LEVELS)
     words = ", ".join(f"{n:,} {kind if n > 1 else kind[:-1]}" for n, kind in counts if n)
     if KERNELS not in lane.slices:

@@ -1,4 +1,4 @@
-"""What profilers look at: a version that trains a few steps, warmed up, with marker ranges.
+"""Program that profilers look at: a version that trains a few steps, warmed up, with marker ranges.
 
 `tiny_llama_vN.py --profile-steps N` runs `profile` for the profilers that start a program of their
 own accord; run_pytorch_profiler.py calls `prepare` and steps by itself. A lab's program has the
@@ -60,7 +60,7 @@ class Watched(Protocol):
 
     @property
     def record(self) -> results.RunResult | LabRun:
-        """What is profiled."""
+        """Record of the profiled run."""
 
     def step(self) -> None:
         """Runs one step in marker ranges: table.STEP around it, table.PHASES around its parts."""
@@ -78,7 +78,7 @@ class Watched(Protocol):
         """Writes RUN_FILE."""
 
     def verdict(self) -> str:
-        """What the record says of the steps, in a sentence."""
+        """The record's verdict on the steps, in a sentence."""
 
 
 Prepare = Callable[[markers.Range], Watched]
@@ -141,8 +141,8 @@ class ProfileRun:
 
 
 def plan(program: Program, flags: list[str], steps: int) -> Plan[Prepare]:
-    """What the program would run with these flags and `--profile-steps STEPS`; its `load` gives
-    what prepares it.
+    """Plan of the program with these flags and `--profile-steps STEPS`; its `load` gives the
+    function that prepares it.
 
     Raises:
         WorkshopError, NotOnThisMachine: it can't run here, or a flag is the runner's to set.
@@ -165,7 +165,7 @@ def plan_of(request: Request) -> Plan[Data]:
 
 
 def make_request(version: Version, model_flags: list[str], steps: int) -> Request:
-    """What `tiny_llama_vN.py --profile-steps STEPS` would run with these flags.
+    """Request of `tiny_llama_vN.py --profile-steps STEPS` with these flags.
 
     Raises:
         WorkshopError, NotOnThisMachine: it can't run here, or a flag is the runner's to set.

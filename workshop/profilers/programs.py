@@ -15,7 +15,7 @@ class Program:
     path: Path
     version: Version | None = None
     watched: str = ""
-    """Of a lab: the module that has `plan(program, flags, steps)`, as profile_run.plan."""
+    """A lab's module that has `plan(program, flags, steps)`, as profile_run.plan."""
 
 
 _LABS = (

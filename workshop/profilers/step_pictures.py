@@ -150,7 +150,7 @@ def _draw_bars(axis: Any, steps: list[StepTime], units_ns: list[float]) -> None:
 
 
 def _part(step: StepTime, category: str) -> float:
-    """Of a step, in ns; kernels on tensor cores and others apart."""
+    """Part of a step, in ns; kernels on tensor cores and others apart."""
     if category == TENSOR:
         return step.tensor_ns
     return step.parts_ns[category] - (step.tensor_ns if category == KERNEL else 0.0)

@@ -30,7 +30,7 @@ class StepTime:
     parts_ns: dict[str, float]
     """By CATEGORIES: their sum is the step's length."""
     tensor_ns: float
-    """Of the kernels' part, with one on tensor cores."""
+    """Time within the kernels' part with one on tensor cores."""
 
     @property
     def ns(self) -> float:
@@ -43,7 +43,7 @@ class StepTime:
 
     @property
     def tensor_share(self) -> float:
-        """Of the time with a kernel, from 0 to 1."""
+        """Share of the time with a kernel, from 0 to 1."""
         kernels = self.parts_ns[KERNEL]
         return self.tensor_ns / kernels if kernels else 0.0
 
@@ -62,15 +62,15 @@ def divide(active: Mapping[str, Sequence[Span]], spans: Iterable[Span]) -> list[
 
 
 def mean(steps: Sequence[StepTime]) -> StepTime:
-    """Of at least one step; its shares are those of all steps together."""
+    """Mean of at least one step; its shares are those of all steps together."""
     parts = {c: sum(step.parts_ns[c] for step in steps) / len(steps) for c in CATEGORIES}
     return StepTime(parts, sum(step.tensor_ns for step in steps) / len(steps))
 
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """Of a step: its length, the time in which it communicates, and the part of that in which it
-    also computes, which hides it."""
+    """Communication in a step: its length, the time in which it communicates, and the part of that
+    in which it also computes, which hides it."""
 
     step_ns: float
     ns: float
@@ -80,7 +80,7 @@ class Communication:
 def communication(
     transfers: Iterable[Span], work: Iterable[Span], spans: Iterable[Span]
 ) -> list[Communication]:
-    """That of each of these spans, by when transfers between devices and computations ran."""
+    """Communication in each of these spans, by when transfers and computations ran."""
     parts = (union(transfers), union(work))
     transferring, working, either = map(_Covered, (*parts, union(chain(*parts))))
     found = []

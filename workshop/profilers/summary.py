@@ -1,4 +1,4 @@
-"""What a program's profilers left, summed up: summary.json, a page that links every output, and
+"""Sums up what a program's profilers left: summary.json, a page that links every output, and
 above it a page that links the programs' pages. Both pages need nothing beside themselves."""
 
 import contextlib
@@ -95,7 +95,7 @@ def skipped(outcomes: Iterable[Outcome]) -> dict[str, list[str]]:
 def sum_up(
     program: Program, outcomes: list[Outcome], model_flags: list[str], folder: Path
 ) -> dict[str, Any]:
-    """What SUMMARY_FILE holds: how the tools ended, what was profiled, and the advice.
+    """Content of SUMMARY_FILE: how the tools ended, what was profiled, and the advice.
 
     Args:
         folder: the summary's, which has the tools' outputs below it.
@@ -113,7 +113,7 @@ def sum_up(
 
 
 def _findings(outputs: list[Path]) -> dict[str, Any]:
-    """What was profiled, and the advice on it, of the first tool that left a kernel table."""
+    """The profiled run and the advice on it, of the first tool that left a kernel table."""
     findings: dict[str, Any] = {"device": "", "configuration": "", "headline": ""}
     findings |= {"advice": [], "warnings": []}
     output = next((output for output in outputs if (output / "kernels.json").is_file()), None)
@@ -148,7 +148,7 @@ def _configuration(run: RunResult | LabRun) -> str:
 
 
 def _utilisation(outputs: list[Path]) -> str:
-    """Of the counts of operations, the rate that a step reaches; nothing if it was not timed."""
+    """Rate of a step by the counts of operations; nothing if it was not timed."""
     try:
         output = next(output for output in outputs if (output / "flops.json").is_file())
         flops = json.loads((output / "flops.json").read_text(encoding="utf-8"))
@@ -241,7 +241,7 @@ def _render(template: str, content: dict[str, Any], **more: Any) -> str:
 
 
 def _files(output: Path, folder: Path) -> list[dict[str, str]]:
-    """Of each file: its link and name, what it is, what opens it, where that is, and its size."""
+    """Each file's link and name, what it is, what opens it, where that is, and its size."""
     files = []
     for path in sorted(filter(Path.is_file, output.rglob("*"))):
         fitting = (rest for pattern, *rest in _KINDS if fnmatch.fnmatch(path.name, pattern))

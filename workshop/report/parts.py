@@ -25,7 +25,7 @@ _TONES = {"red": BAD, "dim": DIM}
 IMPLAUSIBLE = "IMPLAUSIBLE"
 SUSPECT = "SUSPECT PROFILE"
 _KERNELS_IN_WORDS = 6
-"""Whose distance from their roofs is given in words."""
+"""Kernels whose distance from their roofs is given in words."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Cell:
-    """Of a table: text, or links, or both; `anchor` leads to another place of the report. The
+    """A table's cell: text, or links, or both; `anchor` leads to another place of the report. The
     dashboard also shows a `look`, a `title` under the mouse, and a square of a `colour`."""
 
     text: str
@@ -52,7 +52,7 @@ class Cell:
 
 @dataclass
 class Line:
-    """Of a table."""
+    """A table's line."""
 
     cells: list[Cell]
     tone: str = ""
@@ -118,7 +118,7 @@ class Device:
 
 @dataclass
 class Sheet:
-    """What a participant completes."""
+    """Sheet that a participant completes."""
 
     devices: list[tuple[str, list[tuple[str, str]], list[Section]]]
     """Each one's name, facts, and sizes and labs."""
@@ -132,7 +132,7 @@ class Report:
     title: str
     devices: list[Device]
     rows: list[Row]
-    """Of all ladders, waterfalls and sweeps."""
+    """Rows of all ladders, waterfalls and sweeps."""
     lab_rows: list[LabRow]
     broken: list[tuple[Link, str]]
     counts: list[str]

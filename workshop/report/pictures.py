@@ -24,7 +24,7 @@ from workshop.roofline import inputs as roofline_inputs
 from workshop.roofline.model import Roofline, sentences
 
 INK, LINE, PAPER = "#1a2027", "#d4dae1", "#fefefe"
-"""Of letters, of grids and of the background: on a page they follow its theme."""
+"""Colours of letters, grids and the background: on a page they follow its theme."""
 _THEME = {INK: "var(--ink)", LINE: "var(--line)", PAPER: "var(--panel)"}
 _COLOURS_OF_PNG = 128
 """A chart has few: with a palette it takes a quarter of the space."""

@@ -25,7 +25,7 @@ from workshop.report.pictures import Picture
 from workshop.results import SKIPPED
 
 HARNESS = "harness"
-"""Of a results folder: the records of what the harness adds to a step."""
+"""A results folder's records of what the harness adds to a step."""
 _NAME_WIDTH = 60
 
 KERNELS = (

@@ -1,4 +1,4 @@
-"""What a machine's limits are known to be: from data sheets, and measured with a large copy and
+"""Known limits of a machine: from data sheets, and measured with a large copy and
 large matrix products.
 
 Measurements are kept by device, so that a roofline of a chip that no table lists has ceilings too,
@@ -145,7 +145,7 @@ def load(path: Path) -> Measurement:
 
 
 def find(device_name: str, threads: object, folder: Path | None, notes: list[str]) -> list[Ceiling]:
-    """What was measured of a device, the newest of each kind; none if nothing was.
+    """Measured ceilings of a device, the newest of each kind; none if nothing was measured.
 
     Args:
         threads: of a CPU, where they are known: its rates depend on them.

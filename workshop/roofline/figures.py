@@ -24,7 +24,7 @@ COLOURS = KERNEL_COLOURS | {
 MOST_DRAWN = 200
 """Points in a picture. Those that follow are the shortest kernels."""
 WIDTH, HEIGHT, DPI = 1600, 900, 100
-"""Of the PNG, in pixels."""
+"""Size of the PNG, in pixels."""
 _FLAG = "#B3261E"
 _CEILING_COLOURS = dict.fromkeys(model.ORIGINS, "#1A1F24") | {MEASURED: "#9C2C77"}
 _LEFT, _INSIDE, _RIGHT = -1, 0, 1
@@ -32,15 +32,15 @@ _LEFT, _INSIDE, _RIGHT = -1, 0, 1
 _MARKERS = {_LEFT: "<", _INSIDE: "o", _RIGHT: ">"}
 """By edge."""
 _LEVELS = {"L2": "s", "L1": "D"}
-"""Of points in the plot whose bytes are those of a cache."""
+"""Markers of points in the plot whose bytes are those of a cache."""
 _EDGES = {_LEFT: "no operations, or not counted", _RIGHT: "no bytes, or not counted"}
 _X_TITLE, _Y_TITLE = "arithmetic intensity, FLOP per byte of memory traffic", "FLOP/s"
 _FONT_SIZE, _LONGEST_NAME = 13, 36
 _SMALLEST_AREA, _LARGEST_AREA = 60.0, 1500.0
-"""Of a marker, in square points: the least that is visible, and that of the longest time."""
+"""Areas of a marker, in square points: the least that is visible, and that of the longest time."""
 _LOWEST_INTENSITY, _HIGHEST_INTENSITY = 1e-3, 1e6
 _LEFT_OUT = 1e5
-"""What lies further below the highest roof is drawn at the lower edge."""
+"""Points further below the highest roof are drawn at the lower edge."""
 
 
 # --- where things are ----------------------------------------------------------------------------
@@ -48,7 +48,7 @@ _LEFT_OUT = 1e5
 
 @dataclass(frozen=True)
 class View:
-    """What the axes show: FLOP a byte, and FLOP a second."""
+    """Limits of the axes: FLOP a byte, and FLOP a second."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -177,7 +177,7 @@ def marks(roofline: Roofline, frame: View) -> list[Mark]:
 
 Spot = tuple[float, float]
 _SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
-"""Of a marker: how far right and up."""
+"""Places beside a marker: how far right and up."""
 _HALF_NUMBER = 12.0, 9.0
 """Half the width and height of a number, in pixels."""
 

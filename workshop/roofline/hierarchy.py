@@ -111,7 +111,7 @@ def _untimed(whole: Point) -> Point:
 
 
 def precision_of(counted: Counted) -> str:
-    """That of most of its operations, as ceilings have it."""
+    """Precision of most of its operations, as ceilings have it."""
     kinds = counted.operations
     most = max(kinds, key=kinds.__getitem__, default="FP32")
     return _VECTOR.get(most) or most.removesuffix(ncu.TENSOR).lower()

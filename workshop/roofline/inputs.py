@@ -39,7 +39,7 @@ LONGEST_LABEL = 60
 ASSUMED = "bf16"
 """Precision of products where none is recorded."""
 LEAST_SEEN = 0.05
-"""Of a profile's time: with fewer kernels counted, it is one without counters."""
+"""Share of a profile's time: with fewer kernels counted, it is one without counters."""
 
 RUN_BYTES = (
     "whole steps: operations are those of the products, from the sizes; bytes are a lower bound: "

@@ -87,7 +87,7 @@ _CHIPS: tuple[tuple[str, Peaks], ...] = (
     (r"MI325X", _peaks("MI325X", 163.4, 653.7, 1307.4, 1307.4, 6000.0, _AMD, fp8=2614.9)),
     (r"MI300X", _peaks("MI300X", 163.4, 653.7, 1307.4, 1307.4, 5300.0, _AMD, fp8=2614.9)),
     (r"MI300A", _peaks("MI300A", 122.6, 490.3, 980.6, 980.6, 5300.0, _AMD, fp8=1961.2)),
-    # What the driver calls an MI250, and rocprof-compute the whole series.
+    # The driver's name of an MI250, and rocprof-compute the whole series.
     (
         r"MI250X / MI250|\bMI200\b",
         _peaks("MI200 series, one die", 47.9, None, 191.5, 191.5, 1638.4, _MI200),

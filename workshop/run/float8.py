@@ -34,7 +34,7 @@ from workshop.run.flops import ModelSizes, matmul_flops
 
 TENSORWISE, ROWWISE = "tensorwise", "rowwise"
 TILE = 16
-"""Of a product's sizes: cuBLAS wants multiples of it."""
+"""Divisor of a product's sizes: cuBLAS wants multiples of it."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class _Operations(TorchDispatchMode):
 def share_in_float8(
     model: nn.Module, config: ModelSizes, autocast: AbstractContextManager[None]
 ) -> float:
-    """Which part of the products of the blocks' linear layers, forward and backward, runs in fp8:
+    """Share of the products of the blocks' linear layers, forward and backward, that runs in fp8:
     1 if all do, more where sizes are padded. It trains nothing, but runs a few tokens through the
     model, operation by operation."""
     tokens = torch.zeros(TILE, 2, dtype=torch.int64, device=next(model.parameters()).device)

@@ -49,12 +49,12 @@ KERNELS = {
 
 
 def added_bytes(each: Bytes, N: int, I: int, O: int) -> int:
-    """What fp8 moves more than bf16 in one layer's step."""
+    """Bytes that fp8 moves more than bf16 in one layer's step."""
     return each.x * N * I + each.weight * I * O + each.dy * N * O
 
 
 def speed_up(each: Bytes, chip: Peaks, N: int, I: int, O: int) -> float:
-    """Of one layer's step, forward and backward, over bf16, at the data sheet's rates: a
+    """Speed-up of one layer's step, forward and backward, over bf16, at the data sheet's rates: a
     prediction, which leaves out what launching the kernels takes.
 
     With R the rates of the products, 6 N I O of whose operations a step needs, and B the memory's:

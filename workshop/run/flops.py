@@ -11,7 +11,7 @@ ADAMW_BYTES_PER_PARAMETER = 28
 """fp32 AdamW reads weight, gradient and two moments, and writes weight and moments: 7 x 4 bytes."""
 
 ADAMW_STATE_BYTES_PER_PARAMETER = 16
-"""What must exist at once to train in fp32: weight, gradient, two moments, 4 bytes each."""
+"""Memory that must exist at once to train in fp32: weight, gradient, two moments, 4 bytes each."""
 
 
 class ModelSizes(Protocol):

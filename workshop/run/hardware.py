@@ -88,7 +88,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
-    """What a new process could have of the device's memory, on the CPU within the limits of its
+    """Memory of the device that a new process could have, on the CPU within the limits of its
     container or batch job; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])

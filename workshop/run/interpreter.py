@@ -22,7 +22,7 @@ VARIABLE = "TRITON_INTERPRET"
 
 
 def gate_shape(batch_size: int, seq_len: int) -> tuple[int, int]:
-    """What the gate runs such a run's model on: no more than two sequences of 65 tokens, an odd
+    """Batch size and length of such a run's gate: no more than two sequences of 65 tokens, an odd
     number that crosses the border of a tile."""
     return min(batch_size, 2), min(seq_len, 65)
 

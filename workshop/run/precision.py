@@ -46,7 +46,7 @@ class Precision:
 
 @contextmanager
 def kept_matmul_mode() -> Iterator[None]:
-    """What is inside may call `set_matmul_mode`; the process then gets back the mode it had."""
+    """Lets the block call `set_matmul_mode`; the process then gets back the mode it had."""
     mode = torch.get_float32_matmul_precision()
     try:
         yield
@@ -65,7 +65,7 @@ PRECISIONS = {
 }
 """The precisions of any program: a switch and a type for autocast, and nothing else."""
 
-# What lies between the layers is bf16's, so its roundings are too: what fp8's cost, V1 shows.
+# Between the layers all is bf16's, so its roundings are too: what fp8's cost, V1 shows.
 FLOAT8 = {
     name: Precision(name, torch.bfloat16, 2.0**-8, float8_recipe=recipe)
     for name, recipe in (("fp8", float8.TENSORWISE), ("fp8-rowwise", float8.ROWWISE))
@@ -96,7 +96,7 @@ def untuned(precision: str) -> Iterator[None]:
 
 
 def of_losses(name: str) -> str:
-    """What has to be known of losses at a precision before they are compared step by step."""
+    """Note on losses at a precision, to know before they are compared step by step."""
     precision = LADDER.get(name)
     if precision is None or not precision.loss_scaling:
         return ""

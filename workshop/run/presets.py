@@ -72,5 +72,5 @@ def get_preset(name: str) -> Preset:
 
 
 def default_preset(device_type: str) -> str:
-    """What a run uses when no `--config` is given: `tiny` without a GPU, else `small`."""
+    """Preset of a run without `--config`: `tiny` without a GPU, else `small`."""
     return "tiny" if device_type == "cpu" else "small"

@@ -1,4 +1,4 @@
-"""What a program pays before its first fast step: the compilers' time, apart from all else.
+"""Cost of a program before its first fast step: the compilers' time, apart from all else.
 
 torch.compile says when it starts and ends, for forward and backward passes alike; Triton says what
 the compilation of each kernel took. A compiler that finds its work done in its cache takes less.
@@ -38,14 +38,14 @@ def watch_compilers(*, torch_compile: bool) -> None:
 
 
 def compile_seconds() -> float:
-    """What compilers have taken since `watch_compilers`, but for what training never calls."""
+    """Seconds of compilers since `watch_compilers`, without code that training never calls."""
     return _seconds
 
 
 @contextlib.contextmanager
 def not_counted(*, kernels: bool = True, graphs: bool = False) -> Iterator[None]:
-    """What torch.compile takes in the block is not counted: its graphs are for other shapes or
-    without a backward pass, and training never calls them.
+    """Leaves the time of torch.compile in the block out of the count: its graphs are for other
+    shapes or without a backward pass, and training never calls them.
 
     Args:
         kernels: whether training calls Triton's kernels of the block, not so if they are of another

@@ -16,7 +16,7 @@ TAIL = 0.025
 """The probability on each side of an interval headed 95%."""
 
 LEAST_SCATTER = 1e-3
-"""Of processes whose times agree to the last digit, as a share: no two are so much alike."""
+"""Scatter of processes whose times agree to the last digit, as a share: no two are so alike."""
 
 
 class StepClock:
@@ -106,13 +106,13 @@ def speedup(baseline: Sequence[Sequence[float]], other: Sequence[Sequence[float]
     difference = statistics.fmean(sides[0]) - statistics.fmean(sides[1])
     # Processes that agree to the last digit do so by luck: their steps' scatter remains.
     half = _half_width(*sides) or max(LEAST_SCATTER, *map(spread, [*baseline, *other]))
-    # Of many uneven processes the middle one may lie far from the mean: the interval holds both.
+    # The middle one of many uneven processes may lie far from the mean: the interval holds both.
     low, high = math.exp(difference - half), math.exp(difference + half)
     return Ratio(value, (min(low, value), max(high, value)))
 
 
 def _half_width(*sides: Sequence[float]) -> float:
-    """Of the 95% interval of the difference of two means, of two values or more each.
+    """Half the 95% interval of the difference of two means, of two values or more each.
 
     The degrees of freedom are Welch's, estimated without bias (n + 1 and -2, where the usual
     formula has n - 1): with that one 2 processes a side differ in 2.4% of the cases, not in 5%.

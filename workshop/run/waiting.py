@@ -16,7 +16,7 @@ _TASKS = "/proc/{}/task"
 
 
 def short_spin() -> dict[str, str]:
-    """What a process's environment needs for SPIN; nothing where the user has set what counts."""
+    """Additions to a process's environment for SPIN; none where the user has set what counts."""
     return {} if any(name in os.environ for name in _OF_THE_USER) else SPIN
 
 

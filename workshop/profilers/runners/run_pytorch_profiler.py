@@ -45,7 +45,7 @@ COLUMNS = (
     "self_cpu_memory_usage",
     "self_device_memory_usage",
 )
-"""Of an operator's row, by the names that PyTorch gives them: times in µs, memory in bytes."""
+"""Columns of an operator's row, by PyTorch's names: times in µs, memory in bytes."""
 
 
 def main(arguments: argparse.Namespace) -> int:
