@@ -25,7 +25,7 @@ def commands(here: Path) -> dict[str, list[str | Path]]:
     """Of each tool, which writes to `here/out`."""
     tools, profilers = ROOT / "analysis_tools", ("-m", "workshop.profilers")
     out = ("--output-dir", here / "out")
-    numbers = "--ai 10 --gflops 100 --label ± --peak-compute 1 --peak-bw 50".split()
+    numbers = (ROOT / "tests/fixtures/profilers/ncu/ncu_raw_h200.csv", "--peak-compute", "1")
     judged = ("--from-results", here / "in", "--baseline", here / "baseline.json")
     return {
         "comparison": [tools / "compare_versions.py", "--from-results", here / "in", *out],
