@@ -47,7 +47,7 @@ def add_repeats(add: Add) -> None:
         type=count,
         default=1,
         metavar="N",
-        help="processes that prepare beside each other; each is timed alone (default 1)",
+        help="processes that prepare in parallel; each is timed alone (default 1)",
     )
 
 

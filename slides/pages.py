@@ -84,7 +84,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Cards:
-    """Boxes beside each other: of each its heading, then its texts."""
+    """Boxes in a row: the heading of each, then its texts."""
 
     cards: Sequence[Sequence[str]]
 

@@ -1,4 +1,4 @@
-"""What the tests share: a model small enough for a CPU and odd enough to show mistakes."""
+"""Parts that the tests share: a model small enough for a CPU and odd enough to show mistakes."""
 
 import importlib.util
 import os
@@ -33,7 +33,7 @@ from workshop.run.precision import kept_matmul_mode
 if not torch.cuda.is_available():  # before any test imports Triton, directly or not
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# What a shell says of its terminal, or a CI system of its log: a test's is neither.
+# Variables by which a shell describes its terminal, or a CI system its log: a test has neither.
 for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
     os.environ.pop(_name, None)
 

@@ -1,4 +1,5 @@
-"""What the exercises' tests share: checks in this process, and solutions with something changed."""
+"""Parts that the exercises' tests share: checks in this process, and solutions with something
+changed."""
 
 import functools
 import json
@@ -57,17 +58,17 @@ def changed(name: str, folder: Path, changes: Mapping[str, str]) -> Path:
 
 
 def shown(items: list[Item]) -> str:
-    """What a check says, in lines."""
+    """Output of a check, in lines."""
     return "\n".join(f"{item.what}: {item.why}" for item in items)
 
 
 def red(items: list[Item]) -> str:
-    """What the red Items say."""
+    """Texts of the red Items."""
     return shown([item for item in items if not item.ok])
 
 
 def only_fault(name: str, folder: Path, changes: Mapping[str, Any], **where: Path) -> str:
-    """What the one red Item says where the solution's answers are changed."""
+    """Text of the one red Item where the solution's answers are changed."""
     answers = with_answers(name, folder, **changes)
     (item,) = [item for item in checked(name, answers=answers, **where) if not item.ok]
     return shown([item])

@@ -41,7 +41,7 @@ def save(family: str, folder: Path, *, pad: bool = True, **changes: Any) -> Path
     }  # fmt: skip
     if family != "bloom":
         sizes["max_position_embeddings"] = POSITIONS
-    # Of weights as large as these the likeliest tokens change from step to step.
+    # With weights as large as these the likeliest tokens change from step to step.
     spread = {"init_std" if family == "opt" else "initializer_range": 0.4}
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(kind(**sizes, **own, **spread, **changes))

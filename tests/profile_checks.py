@@ -1,5 +1,4 @@
-"""What every kernel table must be like, however damaged its file is, and what reading a huge one
-costs."""
+"""Checks of every kernel table, however damaged its file is, and of the cost to read a huge one."""
 
 import json
 import math
@@ -69,7 +68,7 @@ class Reading(NamedTuple):
     busy_ns: float | None
     phases_ns: dict[str, float]
     peak_bytes: int
-    """Of the process's memory. Not its ru_maxrss, which starts with that of the process that
+    """Peak of the process's memory. Not its ru_maxrss, which starts with that of the process that
     started it: here with that of all tests before this one."""
 
 

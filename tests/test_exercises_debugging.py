@@ -274,7 +274,7 @@ def test_the_sheet_shows_the_published_tables() -> None:
 
 
 SAMPLES_PER_S = round(SIZE.batch_size / 0.03 * 1000)
-"""Of the made-up times of stage 3."""
+"""Rate of the made-up times of stage 3."""
 
 
 @pytest.fixture

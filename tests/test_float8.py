@@ -43,8 +43,8 @@ def linear(x: Tensor, weight: Tensor, recipe: str) -> Tensor:
 
 
 def worst_errors(recipe: str, device: torch.device = CPU) -> list[float]:
-    """Of y, dx and dw, against fp64, on an odd shape and for numbers that grow from call to call:
-    the largest of each."""
+    """The largest error of y, of dx and of dw, against fp64, on an odd shape and for numbers that
+    grow from call to call."""
     generator = torch.Generator().manual_seed(0)
     worst = [0.0, 0.0, 0.0]
     for size in (1.0, 1e3, 1e-4):
@@ -148,8 +148,8 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden(recipe, emulated)
 
 
 def kernels_against_pytorch(device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """What V3's kernels and plain PyTorch make of the same matrices, in turn: odd sizes and
-    strides, zeros, and what is not finite."""
+    """Results of V3's kernels and of plain PyTorch for the same matrices, in turn: odd sizes and
+    strides, zeros, and numbers that are not finite."""
     both_ways = versions.load("v3").tk.round_both_ways
     wide = torch.randn(130, 300, device=device).bfloat16() * 37
     spoilt = torch.randn(20, 33, device=device)
@@ -185,8 +185,8 @@ BETWEEN = {
     "rms_norm": (1, lambda tk, x, _, weight, known: tk.rms_norm(x, weight, 1e-5, known)),
     "add_rms_norm": (2, lambda tk, *args, known: tk.add_rms_norm(*args, 1e-5, known)[0]),
 }
-"""What lies between two products, of a branch, a residual stream and a norm's weight; and how many
-passes over its results and gradients it spares the products."""
+"""Operators between two products, of a branch, a residual stream and a norm's weight; and how many
+passes over its results and gradients each spares the products."""
 
 
 @needs_v3
@@ -395,7 +395,7 @@ STEPS, LAST = 300, 50
 
 
 def losses(key: str, precision: str, config: object, device: torch.device) -> Tensor:
-    """Of the last steps of a run on text, (LAST,)."""
+    """Losses of the last steps of a run on text, (LAST,)."""
     module = versions.load(key)
     model = module.TinyLlama(module.TinyLlamaConfig(**vars(config))).to(device)
     canonical.load_canonical(model, canonical.canonical_state(config, 0))
@@ -420,8 +420,8 @@ TEXT_SIZES = {
     "max_seq_len": 64,
 }
 TEXT_MULTIPLE = 2.0
-"""Of what V1's losses in fp8 are from those in bf16, how far a version's may be: 0.7 to 1.6 over 3
-seeds and both recipes."""
+"""Limit of a version's distance from V1's losses in bf16, as a multiple of V1's own in fp8: it is
+0.7 to 1.6 over 3 seeds and both recipes."""
 
 
 def lose_no_more_than_v1(

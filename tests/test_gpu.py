@@ -1,4 +1,4 @@
-"""What only a GPU can show: graphs, compiled gates, memory, and what the harness itself costs."""
+"""Behaviour that only a GPU can show: graphs, compiled gates, memory, the harness's own cost."""
 
 import re
 import shutil

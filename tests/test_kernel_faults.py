@@ -19,7 +19,7 @@ CAUSAL, LONG = "flash_attention-B2 H4 K2 T63 D32 causal", "flash_attention-B1 H3
 FULL, LOW = "flash_attention-B1 H2 K1 T129 D32 full", "flash_attention-low scores"
 LOSS, LONG_LOSS = "linear_cross_entropy-63x40x311", "linear_cross_entropy-129x24x5000"
 
-# What is planted: the case that must show it, the line as it is, the line as it is easily written.
+# Planted faults: the case that must show it, the line as it is, the line as it is easily written.
 FAULTS = {
     # attention, forward
     "no mask on the last keys": (FULL, "visible = n[None, :] < T", "visible = n[None, :] < T + 64"),

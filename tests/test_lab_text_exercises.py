@@ -60,7 +60,7 @@ def test_the_floors_empty_answers_fail_and_the_solution_passes() -> None:
 
 
 def test_the_models_differ_in_what_bounds_them() -> None:
-    """What the check says of them, whatever the machine."""
+    """The check's verdict on them, whatever the machine."""
     check = loaded(FLOOR)
     m = check.measured(check.Work(FOLDERS[FLOOR], results=solution(FLOOR)["results"]))
     assert m.cache_mb("wide") < 0.01 * m.mb("wide") and m.mb("wide") > 500

@@ -69,8 +69,8 @@ def test_what_it_imports_is_there(stored) -> None:
 def execute(
     path: Path, parameters: str, environment: dict[str, str], without: Collection[str] = ()
 ) -> str:
-    """What a reader sees below the cells, of a notebook with other sizes, `without` some of its
-    code, and its outputs in a folder of the test."""
+    """Output below the cells of a notebook with other sizes, `without` some of its code, and with
+    its files in a folder of the test."""
     ready = nbformat.read(path, as_version=4)
     for text in without:
         [cell] = [cell for cell in ready.cells if text in cell.source]

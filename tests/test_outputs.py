@@ -1,5 +1,5 @@
-"""What holds for every tool that writes files and prints: it writes first, all or nothing, and
-prints on any terminal."""
+"""Every tool that writes files and prints writes first, all or nothing, and prints on any
+terminal."""
 
 import dataclasses
 import os
@@ -22,7 +22,7 @@ OLD, NEW = (PROFILES / key / "pytorch_profiler" for key in ("v1", "v2"))
 
 
 def commands(here: Path) -> dict[str, list[str | Path]]:
-    """Of each tool, which writes to `here/out`."""
+    """The command of each tool, which writes to `here/out`."""
     tools, profilers = ROOT / "analysis_tools", ("-m", "workshop.profilers")
     out = ("--output-dir", here / "out")
     numbers = (ROOT / "tests/fixtures/profilers/ncu/ncu_raw_h200.csv", "--peak-compute", "1")

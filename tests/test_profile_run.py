@@ -1,5 +1,5 @@
-"""What profilers watch: steps with marker ranges that train exactly as the timed ones do, and
-run_pytorch_profiler.py as a user types it."""
+"""The program that profilers watch: steps with marker ranges that train exactly as the timed ones
+do, and run_pytorch_profiler.py as a user types it."""
 
 import csv
 import dataclasses
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 def make_request(key: str, *flags: str, steps: int = 2, **other: object) -> Request:
-    """Of a small model on the CPU; `other`: fields that no flag sets here."""
+    """A request of a small model on the CPU; `other`: fields that no flag sets here."""
     wide = WIDE_HEADS if key == "v3" else []
     request = profile_run.make_request(versions.VERSIONS[key], [*SMALL, *wide, *flags], steps)
     return dataclasses.replace(request, **other)
@@ -101,7 +101,7 @@ def test_profiled_steps_train_what_timed_steps_train(key: str) -> None:
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a runner captures on a CPU, where its graphs are the steps themselves."""
+    """Captures of a runner on a CPU, where its graphs are the steps themselves."""
     captured: list[str] = []
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)

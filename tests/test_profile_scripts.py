@@ -141,7 +141,7 @@ class Machine:
 
 
 def profiler_commands(lines: list[str]) -> list[list[str]]:
-    """Of the lines that a script prints, those that begin with no command of the system's."""
+    """The lines that a script prints, without those that begin with a command of the system's."""
     split = (shlex.split(line, comments=True) for line in lines)
     return [words for words in split if words and words[0] not in ("mkdir", "cd")]
 
@@ -279,7 +279,7 @@ KNOWN = {
     "nsys stats": "--report=1 --format=1 --output=1 --force-export=1 --force-overwrite=1",
     "proton": "--name=1 --context=1 --data=1 --hook=1 --backend=1",
 }
-# What a tool would do without, and our tables would not, by the command.
+# Flags that a tool could do without, and our tables could not, by the command.
 NEEDED = {
     "rocprofv3 --stats": "--kernel-trace --hip-runtime-trace --memory-copy-trace --marker-trace",
     "rocprof-sys-sample": "ROCPROFSYS_TIME_OUTPUT=OFF",
@@ -302,7 +302,7 @@ def number(version: str) -> tuple[int, ...]:
 
 
 def problems(command: list[str], version: str = "") -> list[str]:
-    """What the real tool would not accept, or not do anything with, and what we need of it."""
+    """Flags that the real tool would not accept or would ignore, and those that we need of it."""
     words = command[1:] if command[0] == "env" else list(command)
     if ">" in words:
         words = words[: words.index(">")]
@@ -442,7 +442,7 @@ def test_options_are_those_of_the_installed_version(
 
 
 ARCHITECTURES = ["gfx90a", "gfx942", "gfx950"]
-# What of the four counters of the L2 cache that a pass holds the derived ones take.
+# Counters of the L2 cache, of the four that a pass holds, that the derived ones take.
 OF_L2 = {"gfx90a": {"FETCH_SIZE": 2}, "gfx942": {"FETCH_SIZE": 3}, "gfx950": {}}
 NOT_BEFORE = {"SQ_INSTS_VALU_MFMA_MOPS_F8": "gfx942", "SQ_INSTS_VALU_MFMA_MOPS_F6F4": "gfx950"}
 

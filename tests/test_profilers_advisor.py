@@ -52,7 +52,7 @@ def table(kernels: Iterable[Kernel], span_ms: float | None = None, **fields: Any
 
 
 def record(version: str, preset: str = "medium", precision: str = "bf16", **changes: Any):
-    """What the runners write beside a profile on an H200."""
+    """Record that the runners write beside a profile on an H200."""
     sizes = PRESETS[preset]
     parameters = flops.parameter_count(flops.Sizes(**sizes.model()))
     run = {

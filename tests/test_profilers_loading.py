@@ -45,7 +45,8 @@ class Sleeping(Dataset[torch.Tensor]):
 
 
 def seconds_a_batch(share: float, workers: int) -> float:
-    """With which a loop waits for this share of its time: workers load while it runs."""
+    """Time to load a batch, with which a loop waits for this share of its time: workers load while
+    it runs."""
     if workers == 0 or share == 0:
         return STEP_S * share / (1 - share)
     return workers * STEP_S / (1 - share)

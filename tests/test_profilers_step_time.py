@@ -274,7 +274,7 @@ def test_a_traces_picture(tmp_path: Path, drawn: Drawn, steps: int) -> None:
 
 
 def test_a_ladders_picture(tmp_path: Path, drawn: Drawn) -> None:
-    """Of traces, or of the small files that `show` makes of them."""
+    """It is drawn from traces, or from the small files that `show` makes of them."""
     (tmp_path / "v4").mkdir()
     kernel_file.write(kineto.read(V4), tmp_path / "v4")
     write(tmp_path, OVERLAPS)

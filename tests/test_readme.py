@@ -20,11 +20,13 @@ REPLACED = ("profiles", "roofline", "regression", "inference_benchmark")
 """Folders of results/ that the documents' commands write into."""
 STEPS = "--num-steps 2 --warmup-steps 1"
 SMALL = f"{SIZES} {SHAPE}"
-"""Of a training run here: the documents' numbers let a reader see a loss fall. With test_cli.py's
-sizes V4 finds in the compiler's cache what was compiled there, or the other way round."""
+"""Size of a training run here: the documents' numbers let a reader see a loss fall. With
+test_cli.py's sizes V4 finds in the compiler's cache what was compiled there, or the other way
+round."""
 COMPARED = "--versions v1"
-"""By compare_versions.py, which keeps to its presets: a version takes ten seconds there, V3, which
-is interpreted, two minutes. test_compare.py has real comparisons of smaller models."""
+"""Versions that compare_versions.py compares here. It keeps to its presets: a version takes ten
+seconds there, V3, which is interpreted, two minutes. test_compare.py has real comparisons of
+smaller models."""
 DOCUMENTS = [
     *(folder / "README.md" for folder in FOLDERS),
     *sorted(ROOT.glob("docs/*.md")),
@@ -116,7 +118,7 @@ def pages() -> list[Path]:
 
 
 def anchors(text: str) -> set[str]:
-    """What GitHub calls a page's headings, the second of the same words with -1, and its own."""
+    """GitHub's names of a page's headings, the second of the same words with -1, and its own."""
     outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     found: list[str] = re.findall(r'<a id="([^"]+)">', text)
     for heading in re.findall(r"^#+ +(.+)$", outside, re.MULTILINE):

@@ -62,8 +62,8 @@ def some_steps(times: list[float], rng: random.Random, steps: int) -> float:
 
 
 class Noise:
-    """What the processes of one version and size did on the H200, to draw more of their kind:
-    processes differ as the recorded ones do, and each has a recorded one's steps."""
+    """Recorded processes of one version and size on the H200, to draw more of their kind: these
+    differ as the recorded ones do, and each has a recorded one's steps."""
 
     def __init__(self, runs: list[RunResult]) -> None:
         self._runs = [{name: getattr(run, name) for name in SAMPLES} for run in runs]
@@ -84,7 +84,7 @@ class Noise:
 
 
 class Drawn:
-    """What many processes of V1 did on a CPU, to draw from: few are slow, but these by much."""
+    """Many recorded processes of V1 on a CPU, to draw from: few are slow, but these by much."""
 
     def __init__(self, runs: list[dict[str, list[float]]]) -> None:
         self._runs = runs

@@ -1,4 +1,4 @@
-"""What a run prints: what it is, its iterations, its summary."""
+"""Output of a run: its settings, its iterations, its summary."""
 
 import argparse
 import math

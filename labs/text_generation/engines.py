@@ -1,4 +1,4 @@
-"""What continues a batch of prompts, and when each token came: one class for each engine.
+"""Engines, a class each: they continue a batch of prompts, and say when each token came.
 
 `hf` is Hugging Face's loop as `model.generate` has it; `static` is the same with its static cache,
 compiled; `deepspeed` the same on what DeepSpeed-Inference makes of the model; `fast` is our own

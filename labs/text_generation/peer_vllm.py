@@ -25,7 +25,7 @@ class VLLM:
     def __init__(
         self, folder: Path, dtype: torch.dtype, ends: list[int], pad: int, longest: int
     ) -> None:
-        # Without a process of its own a step ends when its tokens are here.
+        # With the engine in this process a step ends when its tokens are here.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 

@@ -1,4 +1,4 @@
-"""What a pass over a Llama's layers is made of, in plain PyTorch: the CPU's way, and what the
+"""Parts of a pass over a Llama's layers, in plain PyTorch: the CPU's way, and what the
 kernels of triton_ops.py, which has the same functions, are tested against.
 
 B batch, T prompt, S slots of the cache, C width, D head size, H query heads, K key/value heads,

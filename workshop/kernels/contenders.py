@@ -223,8 +223,8 @@ class Program:
         if phase == HOST:
             return
         cache = hardware.cache_bytes(setting.device)
-        # As many calls as make a sample long enough, and that no cache holds their arguments, as
-        # far as memory allows. (A contender with too much memory for that overflows the cache in a
+        # A sample has enough calls to be long, and for no cache to hold their arguments, as far as
+        # memory allows. (A contender with too much memory for that overflows the cache in a
         # single call.)
         long_enough = min(math.ceil(SAMPLE_MS / call_ms), MAX_CALLS)
         wanted = max(long_enough, math.ceil(CACHE_MULTIPLE * cache / data.bytes))

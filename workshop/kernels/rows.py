@@ -148,7 +148,7 @@ def table(group: list[Row]) -> Table:
     header += ["error (allowed)", "status"]
     lines = [Line(_cells(row), _STYLES.get(row.verdict), section=row.size) for row in group]
     what = f"{first.op} {BOTH}" if together else first.op
-    title = f"{what}, {first.precision}, {first.first.device['name']}"
+    title = f"{what}, {first.precision}, {first.device}"
     return Table(title, header, lines, _notes(group), left=(0, 1))
 
 

@@ -249,8 +249,8 @@ def _markdown(record: dict[str, Any]) -> Iterator[str]:
     error = record["counts"][DEEPSPEED]["error"]
     if error == NOT_INSTALLED:
         yield _wrapped(
-            "- DeepSpeed is not installed; the first lines of this file say how to keep pip from "
-            "exchanging PyTorch:"
+            "- DeepSpeed is not installed; the first lines of the file named here say how to keep "
+            "pip from exchanging PyTorch:"
         )
         yield f"  `{INSTALL}`"
     elif error:

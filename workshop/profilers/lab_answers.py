@@ -1,5 +1,5 @@
-"""What a lab's profile answers: the questions of its guide, in sentences, and the lab's own flags
-for what the advisor finds."""
+"""Answers of a lab's profile to the questions of its guide, in sentences; and the lab's own flags
+for the advisor's findings."""
 
 import re
 from collections.abc import Iterable, Iterator

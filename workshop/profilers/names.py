@@ -24,7 +24,7 @@ _PLACEHOLDER = re.compile(r"T\d+")
 """How ncu writes a template argument that it has named before."""
 _MANGLED = re.compile(r"_ZN?(?=[1-9])")
 _MANGLED_TOKEN = re.compile(r"L[a-z]n?\d+E|[STU]\d*_|E\d_|(?P<length>[1-9]\d*)")
-"""Of a mangled name: a number, a reference to an earlier part, the number of a lambda, or the
+"""Part of a mangled name: a number, a reference to an earlier part, the number of a lambda, or the
 length of the identifier that follows."""
 _OPENING, _CLOSING = "<([{", ">)]}"
 _LIBRARIES = ("at::native::", "at::cuda::", "at::", "c10::", "std::")

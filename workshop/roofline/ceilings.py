@@ -216,7 +216,8 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _of_benchmark(path: Path) -> Measurement | None:
-    """None for a benchmark of kernels in Triton's interpreter, which measured no ceilings."""
+    """Ceilings of a kernels' benchmark; None if Triton's interpreter ran it, which measures
+    none."""
     timed = (run for run in records.load_runs(path, LabRun) if run.ceiling_gbs)
     return next(map(of_run, timed), None)
 

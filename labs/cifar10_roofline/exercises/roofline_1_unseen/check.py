@@ -1,4 +1,5 @@
-"""What a profiler did not see: findings against two recorded reports of the same step."""
+"""Parts of a step that a profiler did not see: findings against two recorded reports of the same
+step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

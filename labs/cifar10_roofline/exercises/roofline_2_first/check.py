@@ -1,4 +1,4 @@
-"""Which kernel first: findings against the roofline of a recorded report."""
+"""The kernel to begin with: findings against the roofline of a recorded report."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

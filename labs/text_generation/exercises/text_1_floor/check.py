@@ -1,4 +1,4 @@
-"""What a token costs: predictions and findings against the participant's own runs."""
+"""The cost of a token: predictions and findings against the participant's own runs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
