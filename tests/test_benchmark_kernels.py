@@ -498,7 +498,7 @@ def test_every_kernel_is_right_and_timed_at_a_plausible_rate(type_command, tmp_p
     for row in found:
         if row.verdict == "pass":
             assert set(row.first.phase_ms) == {*row.amounts, HOST}, row.note
-            assert row.first.memory_mb
+            assert row.first.memory_mb or row.op == "apply_rope"  # some rotate in place
             assert row.first.audit.status == "pass" and row.first.judge_ms
     verdicts = {(row.op, row.contender): row.verdict for row in found}
     assert {verdicts[op, name] for op in cases.OPS for name in (OURS, PLAIN)} == {"pass"}
