@@ -67,18 +67,12 @@ PREDICTIONS, FLOAT8 = "predictions", "float8"
 WATERFALLS, SWEEPS, STARTUP = "waterfalls", "sweeps", "startup"
 """Parts of documents between two markers that name them."""
 SHOWN_PROFILES = "*/profiles/{version}/pytorch_profiler"
-"""The profiles that the versions' READMEs show; all are in PERFORMANCE_RESULTS.md."""
+"""The profiles that the versions' READMEs show."""
 HOT_KERNELS = 6
-FULL_REPORT = REFERENCE / "report.md"
-INTRODUCTION = """Written by `make docs` from the result files in this folder, which hold every
-step's time, the losses, the gate's verdict and the command of each run. Not measured by us: AMD
-hardware.
-"""
-SHORT = """Written by `make docs` from the result files under
+INTRODUCTION = """Written by `make docs` from the result files under
 [results/reference/](results/reference/), which hold every step's time, the losses, the gate's
-verdict and the command of each run.
-[The full report](results/reference/report.md) has every table: phases, memory, sweeps, profiles,
-kernels and command lines. The same with all pictures, without a GPU:
+verdict and the command of each run. All tables and pictures (phases, memory, sweeps, profiles,
+kernels, labs, command lines) as one page, without a GPU:
 
 ```bash
 python analysis_tools/report_generator.py --results results/reference
@@ -102,7 +96,7 @@ def _update(*, check: bool) -> int:
     collection.refresh()
     documents = render(collection)
     stale = [path for path, text in documents.items() if _read(path) != text]
-    images = doc_images.find(collection, documents[FULL_REPORT])
+    images = doc_images.find(collection)
     images = [image for image in images if image.stale]
     if check:
         for path in (*stale, *(image.path for image in images)):
@@ -441,7 +435,7 @@ def _profile(folder: Path) -> str:
 
 
 def _performance(collection: Collection) -> dict[Path, str]:
-    """The report of all reference results, and its one page.
+    """The summary of all reference results.
 
     Raises:
         WorkshopError: one of them is broken.
@@ -451,24 +445,19 @@ def _performance(collection: Collection) -> dict[Path, str]:
         raise WorkshopError(f"{link.path}: {reason}")
     pictures = (path.relative_to(ROOT).as_posix() for path in REFERENCE.glob("*/comparison.png"))
     parts = [
-        f"# {report.title}\n\n{SHORT}",
+        f"# {report.title}\n\n{INTRODUCTION}",
         *(f"![Throughput, time and memory]({path})" for path in sorted(pictures)),
         f"**{report.verdicts}**",
         "## How to read the tables",
-        # The columns after the third are in the full report alone.
+        # The columns after the third are in the report alone.
         "\n".join(f"- **{what}** {text}" for what, text in pages.HOW_TO_READ[:3]),
     ]
     if report.glance:
-        table = pages.References(ROOT).table(report.glance)
-        full = FULL_REPORT.relative_to(ROOT).as_posix()
-        parts += ["## The ladder at a glance", f"{report.glance.caption}:"]
-        parts.append(table.replace("](#", f"]({full}#"))
+        table = re.sub(r"\[([^]]*)\]\(#[^)]*\)", r"\1", pages.References(ROOT).table(report.glance))
+        parts += ["## The ladder at a glance", f"{report.glance.caption}:", table]
     parts += map(_best_kernels, sorted(REFERENCE.glob("*/kernels")))
     parts += map(_drawn_kernels, sorted(REFERENCE.glob("*/kernels_drawn")))
-    return {
-        ROOT / "PERFORMANCE_RESULTS.md": "\n\n".join(parts) + "\n",
-        FULL_REPORT: pages.markdown_page(report, REFERENCE, introduction=INTRODUCTION),
-    }
+    return {ROOT / "PERFORMANCE_RESULTS.md": "\n\n".join(parts) + "\n"}
 
 
 def _best_kernels(folder: Path) -> str:

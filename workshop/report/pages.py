@@ -72,16 +72,9 @@ def href(path: Path, folder: Path) -> str:
 # --- Markdown ------------------------------------------------------------------------------------
 
 
-def markdown_page(report: Report, folder: Path, introduction: str = "") -> str:
-    """The report as GitHub's Markdown, with words in place of its pictures and an introduction, of
-    Markdown, below the title."""
-    return _markdown(
-        "report.md.j2",
-        folder,
-        report=report,
-        how_to_read=HOW_TO_READ,
-        introduction=Markdown(introduction),
-    )
+def markdown_page(report: Report, folder: Path) -> str:
+    """The report as GitHub's Markdown, with words in place of its pictures."""
+    return _markdown("report.md.j2", folder, report=report, how_to_read=HOW_TO_READ)
 
 
 def participants_pages(sheet: Sheet, folder: Path) -> tuple[str, str]:
