@@ -28,13 +28,16 @@ from labs.data_pipeline import documents as pipeline_documents  # noqa: E402
 from labs.inference_benchmark import documents as lab_documents  # noqa: E402
 from labs.scale_out import documents as scaling_documents  # noqa: E402
 from labs.text_generation import documents as text_documents  # noqa: E402
-from workshop import errors, records, results  # noqa: E402
+from workshop import (  # noqa: E402
+    errors,
+    records,
+    results,
+    tables,
+)
 from workshop.arguments import parse  # noqa: E402
 from workshop.classroom import courses, instructor  # noqa: E402
 from workshop.collection import Collection  # noqa: E402
-from workshop.compare import sweep, tables, waterfall  # noqa: E402
-from workshop.compare.markdown import fill_last_column  # noqa: E402
-from workshop.compare.markdown import table as markdown_table  # noqa: E402
+from workshop.compare import sweep, waterfall  # noqa: E402
 from workshop.compare.rows import (  # noqa: E402
     Row,
     build_row,
@@ -54,6 +57,9 @@ from workshop.report import content, doc_images, pages, sections  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.run import chips, float8_cost, presets  # noqa: E402
 from workshop.run import precision as precisions  # noqa: E402
+from workshop.show import comparisons  # noqa: E402
+from workshop.tables import fill_last_column  # noqa: E402
+from workshop.tables import markdown_rows as markdown_table  # noqa: E402
 from workshop.versions import ALL, BASELINE, PEERS, VERSIONS  # noqa: E402
 
 REFERENCE = ROOT / "results" / "reference"
@@ -304,8 +310,8 @@ def _worth(runs: list[RunResult], ladders: list[list[Row]]) -> dict[str, str]:
     falls = waterfall.build(runs)
     sweeps = [one for axis in sweep.AXES.values() for one in sweep.build(runs, axis)]
     return {
-        WATERFALLS: _study("waterfall", map(tables.waterfall_table, falls)) if falls else "",
-        SWEEPS: _study("sweep*", map(tables.sweep_table, sweeps)) if sweeps else "",
+        WATERFALLS: _study("waterfall", map(comparisons.waterfall_table, falls)) if falls else "",
+        SWEEPS: _study("sweep*", map(comparisons.sweep_table, sweeps)) if sweeps else "",
         STARTUP: _startup([row for rows in ladders for row in rows if row.startup_s]),
     }
 
@@ -357,7 +363,7 @@ def _gains(row: str, version: str, falls: Sequence[Waterfall]) -> str:
     titles = {title for code, what, title in rungs if (code, what) == (version, idea)}
     # A gain over an earlier rung, where the one before was not timed, is that of several ideas.
     found = {
-        one.config: tables.ratio(step.gain, step.gain_ci, tables.SAME)
+        one.config: comparisons.ratio(step.gain, step.gain_ci, tables.SAME)
         for one in falls
         for last, step in itertools.pairwise(one.steps)
         if step.rung.version == version and step.rung.title in titles

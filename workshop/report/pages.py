@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from workshop.compare.markdown import Markdown, code, escape, escape_block
-from workshop.compare.markdown import table as markdown_table
 from workshop.report.content import Shown
 from workshop.report.parts import Cell, Link, Report, Sheet, Table
 from workshop.report.pictures import Picture
+from workshop.tables import Markdown, code, escape, escape_block
+from workshop.tables import markdown_rows as markdown_table
 
 TEMPLATES = Path(__file__).parent
 HOW_TO_READ = (
