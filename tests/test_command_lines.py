@@ -32,9 +32,9 @@ from workshop.compare import regression
 from workshop.exercises import copies
 from workshop.gate import canonical, parity
 from workshop.results import RunResult
-from workshop.roofline import figures
 from workshop.roofline import inputs as roofline_inputs
 from workshop.run import trainer
+from workshop.show import roofline_chart
 from workshop.versions import PEERS, VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -486,7 +486,7 @@ REACHES = [
     (
         "analysis_tools/roofline_analysis.py",
         f"runs --top 3 {OUT}",
-        (figures, "draw"),
+        (roofline_chart, "draw"),
         lambda *_, labels: labels == 3,
     ),
     (
