@@ -78,7 +78,7 @@ class Chart:
         if self.as_png:
             image = io.BytesIO()
             with _styled():
-                save_png(self.draw(), image)
+                self.draw().savefig(image, format="png", dpi=100)
             source = base64.b64encode(_flattened(image)).decode()
             return f'<img src="data:image/png;base64,{source}" alt="{html.escape(words)}">'
         text = io.StringIO()
@@ -90,13 +90,9 @@ class Chart:
 
 
 def save(draw: Callable[[Any], Any], what: Any, target: Path) -> None:
-    """Writes the figure that one of the functions below draws as PNG."""
+    """Writes the figure that a function draws as PNG, large enough for a projector."""
     with _styled():
-        save_png(draw(what), target)
-
-
-def save_png(figure: Any, target: Any) -> None:
-    figure.savefig(target, format="png", dpi=100)
+        draw(what).savefig(target, format="png", dpi=150)
 
 
 @contextmanager
