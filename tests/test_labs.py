@@ -14,9 +14,9 @@ from workshop.collection import Collection
 from workshop.compare import lab_table, tables
 from workshop.dashboard import blocks
 from workshop.errors import WorkshopError
+from workshop.judge import lab_record
 from workshop.labs import LabRow, LabRun
 from workshop.results import Audit, Parity, RunResult
-from workshop.run import lab_record
 
 RED = Parity(status="fail", failures=["logits differ"])
 LABS = blocks.LABS
