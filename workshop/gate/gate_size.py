@@ -1,7 +1,7 @@
 """The shape that the gate is run on: V1 in high precision, which it trains beside the version,
 takes more memory than the version itself."""
 
-from workshop.gate.parity import Setting, truth_dtype
+from workshop.gate.outcome import Setting
 from workshop.run import flops, hardware
 
 SHARE = 0.9
@@ -19,7 +19,7 @@ def of_setting(setting: Setting) -> tuple[int, int]:
     free_bytes = hardware.free_memory_bytes(setting.device)
     if free_bytes is None:
         return shape
-    return fitting(setting.config, *shape, SHARE * free_bytes, truth_dtype(setting).itemsize)
+    return fitting(setting.config, *shape, SHARE * free_bytes, setting.reference_dtype.itemsize)
 
 
 def fitting(
