@@ -13,9 +13,9 @@ from workshop import labs, records, tables
 from workshop.collection import Collection
 from workshop.dashboard import blocks
 from workshop.errors import WorkshopError
+from workshop.judge import lab_record
 from workshop.labs import LabRow, LabRun
 from workshop.results import Audit, Parity, RunResult
-from workshop.run import lab_record
 from workshop.show import lab_table
 
 RED = Parity(status="fail", failures=["logits differ"])
