@@ -39,10 +39,10 @@ folder.mkdir()
 run_all.main(["--folder", str(folder), "--output-dir", str(here / "out"), "run_nsys.sh"])
 """,
     "an exercise's check": """
-from workshop.exercises import runner, sheet
+from workshop.exercises import frame, runner
 folder = here / "version1_pytorch_baseline" / "exercises" / "endless"
 folder.mkdir(parents=True)
-(here / "child.py").rename(folder / sheet.CHECK)
+(here / "child.py").rename(folder / frame.CHECK)
 runner.run(folder, limit_s=1e6)
 """,
     "the stages of performance_debugging": """

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workshop.collection import StoredRun
-from workshop.exercises.frame import Item, Missing, Work, setting, sizes
+from workshop.exercises.frame import Item, Missing, Work, setting
 from workshop.exercises.predict import Chosen, Found, NotCompared, Predicted, Question, ask
-from workshop.results import RunResult
+from workshop.results import RunResult, model_sizes
 from workshop.run import flops, presets, timing
 
 RUN = "python version1_pytorch_baseline/tiny_llama_v1.py"
@@ -31,7 +31,7 @@ class Measured:
     @property
     def work(self) -> flops.StepFlops:
         run = self.later
-        return flops.step_flops(sizes(run), run.batch_size, run.seq_len)
+        return flops.step_flops(model_sizes(run.config), run.batch_size, run.seq_len)
 
     @property
     def runs_differ(self) -> float:
@@ -85,7 +85,7 @@ def larger_part(m: Measured) -> set[str]:
 QUESTIONS: tuple[Question[Measured], ...] = (
     Predicted(
         "predict.million_weights", "predicted: weights, in millions", "",
-        lambda m: flops.parameter_count(sizes(m.later)) / 1e6,
+        lambda m: flops.parameter_count(model_sizes(m.later.config)) / 1e6,
         "A layer has about 3 C^2 weights in its attention and 12 C^2 in its feed-forward part: "
         "most of the model is where few people look.", within=0.1,
     ),

@@ -31,7 +31,7 @@ from version4_pytorch_sdpa.exercises.production_deployment.deployment import (
 from workshop import errors, results, versions
 from workshop.arguments import parse
 from workshop.errors import NotOnThisMachine, WorkshopError
-from workshop.exercises import faults, frame
+from workshop.exercises import frame
 from workshop.exercises.compare import first_difference
 from workshop.run import data, hardware, presets, trainer
 from workshop.run.precision import get_precision
@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
         except (WorkshopError, OSError):
             raise
         except Exception as error:  # of the participant's file: any
-            note = faults.as_item(error, frame.Work(HERE))
+            note = frame.red_item(error, frame.Work(HERE))
             raise WorkshopError(f"{note.what}: {note.why}") from error
 
     return errors.exit_status(work, interrupted="interrupted: no table")
