@@ -48,8 +48,7 @@ runner.run(folder, limit_s=1e6)
     "the stages of performance_debugging": """
 sys.path.insert(0, "version3_triton/exercises/performance_debugging")
 import run_all_stages
-arguments = argparse.Namespace(device="cpu", output_dir=here)
-run_all_stages._run_one(here / "child.py", arguments, print)
+run_all_stages.run(here / "child.py", "cpu", here)
 """,
     "the check of a machine": """
 from workshop.classroom import check_machine
@@ -58,7 +57,7 @@ check_machine._run([sys.executable, str(here / "child.py")])
 """,
 }
 BEGINNING = """
-import argparse, sys
+import sys
 from pathlib import Path
 here = Path(sys.argv[1])
 """
