@@ -49,7 +49,7 @@ from workshop.compare.rows import (  # noqa: E402
 )
 from workshop.compare.waterfall import Waterfall  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
-from workshop.exercises import index, sheet  # noqa: E402
+from workshop.exercises import sheet  # noqa: E402
 from workshop.kernels import rows as kernel_rows  # noqa: E402
 from workshop.profilers import advisor, show  # noqa: E402
 from workshop.profilers.load import load, recorded_run  # noqa: E402
@@ -139,7 +139,7 @@ def render(collection: Collection) -> dict[Path, str]:
         },
         WORTH: _worth(runs, ladders),
         FP8: {PREDICTIONS: _fp8_predictions(), FLOAT8: _fp8_times(devices)},
-        ROOT / "exercises" / "README.md": {EXERCISES: index.tables(sheets, ROOT / "exercises")},
+        ROOT / "exercises" / "README.md": {EXERCISES: sheet.index(sheets, ROOT / "exercises")},
         instructor.GUIDE: instructor.parts(collection) | {"courses": courses.tables(sheets)},
     }
     for key, version in VERSIONS.items():
@@ -148,7 +148,7 @@ def render(collection: Collection) -> dict[Path, str]:
         profiles = sorted(REFERENCE.glob(SHOWN_PROFILES.format(version=key)))
         parts[folder / "README.md"] = {
             PROFILES: "\n\n".join(map(_profile, profiles)),
-            EXERCISES: index.of_version(its, folder),
+            EXERCISES: sheet.index_of_version(its, folder),
         }
         if version.key != BASELINE:
             parts[folder / "README.md"][IDEAS] = _ideas(folder / "README.md", key, falls)
