@@ -138,7 +138,7 @@ REFUSED: list[tuple[ModuleType, str, str | bytes, str]] = [
     (nsys, NSYS, "", "no header of a report"),
     (nsys, NSYS, nvidia.report(nvidia.KERN_SUM), "no kernels in it"),
     (nsys, NSYS, nvidia.report(nvidia.KERN_SUM, kern_row("k", 2, 100, 60, 70)),
-     "row 2: '100' does not lie between"),
+     "row 2: a mean of 50 ns is not between 60 and 70"),
     (nsys, NSYS, nvidia.KERNELS.replace("Total Time (ns)", "Total Time (h)"),
      "'h' is no unit of time"),
     (proton, "p.hatchet", TREE[:-40], "no JSON, or cut off"),

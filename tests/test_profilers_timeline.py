@@ -333,7 +333,7 @@ def test_what_can_not_be_drawn_is_one_line(
         (bad / "folder", "a.png", "no trace of torch.profiler"),
         (bad / "empty.json", "a.png", "no trace of torch.profiler, the only one"),
         (bad / "step.nsys-rep", "a.png", "no trace of torch.profiler, the only one"),
-        (bad / "other.json", "a.png", "row 2: 3 is no event"),
+        (bad / "other.json", "a.png", "row 2: a int is no event"),
         (good, "a.pdf", "ends in .png"),
         (good, "missing/a.png", "can't be written: No such file"),
     ):

@@ -116,9 +116,8 @@ def _steps() -> int:
 def _calls_of_the_whole_run(kernel: Kernel) -> int:
     """As rocprofv3 sums them up, the warm-up included."""
     path = next(TABLES.rglob("*_kernel_stats.csv"))
-    table = CsvTable(path, Problems(path))
-    name, calls = table.index("Name"), table.index("Calls")
-    return next(int(row[calls]) for _, row in table.rows() if row[name] == kernel.name)
+    rows = CsvTable(path, Problems(path)).select("Name", "Calls")
+    return next(int(calls) for _, (name, calls) in rows if name == kernel.name)
 
 
 def _idle_percent(table: KernelTable) -> float:
@@ -148,9 +147,8 @@ def _of_the_data_sheet(table: KernelTable) -> str:
 
 def _spilling(table: KernelTable) -> Kernel:
     path = next(TABLES.rglob("*_kernel_trace.csv"))
-    trace = CsvTable(path, Problems(path))
-    name, scratch = trace.index("Kernel_Name"), trace.index("Scratch_Size")
-    spilling = {row[name] for _, row in trace.rows() if float(row[scratch]) > 0}
+    rows = CsvTable(path, Problems(path)).select("Kernel_Name", "Scratch_Size")
+    spilling = {name for _, (name, scratch) in rows if float(scratch) > 0}
     return next(kernel for kernel in table.kernels if kernel.name in spilling)
 
 
