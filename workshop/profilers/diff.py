@@ -249,10 +249,10 @@ def render(diff: TableDiff, limit: int = 20) -> RenderableType:
         changed = _table(f"{diff.what}s, a {diff.unit}", *columns)
         for one in diff.changes[:limit]:
             # Names come from files: as text they can be neither markup nor terminal codes.
-            name = Text(display_name(one.name, _NAME_WIDTH))
+            shown = Text(display_name(one.name, _NAME_WIDTH))
             figures = (*map(_calls, (one.a_calls, one.b_calls)), *map(_ms, (one.a_ns, one.b_ns)))
             change = f"{one.difference_ns / 1e6:+,.3f}"
-            changed.add_row(Text(one.kind, style=_STYLES[one.kind]), name, *figures, change)
+            changed.add_row(Text(one.kind, style=_STYLES[one.kind]), shown, *figures, change)
         parts.append(changed)
     notes = (f"note: {note}" for note in diff.notes)
     return Group(*parts, Text("\n".join([*_left_out(diff, limit), *notes])))
