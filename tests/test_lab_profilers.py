@@ -261,33 +261,6 @@ def test_the_tables_have_the_longest_operations_of_all_iterations() -> None:
     assert int(convolution[-1]) == 2 * profiling.ITERATIONS
 
 
-@pytest.mark.parametrize(("installed", "words"), [
-    (False, "DeepSpeed is not installed"),
-    (True, "DeepSpeed can't be imported: RuntimeError('no compiler')"),
-])  # fmt: skip
-def test_without_a_deepspeed_that_works_pytorch_counts(
-    installed: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
-        monkeypatch.delitem(sys.modules, name)
-    if installed:
-        (tmp_path / "deepspeed.py").write_text("raise RuntimeError('no compiler')")
-        monkeypatch.syspath_prepend(tmp_path)
-    else:
-        monkeypatch.setattr(sys, "meta_path", [NoDeepSpeed, *sys.meta_path])
-    ours = bench(Variant(), batch=2)
-    lines: list[str] = []
-    profiling.flops(ours, 1, group.Group(), lines.append, training=False)
-    assert any(words in line for line in lines) and "Profile Summary at step 1:" in lines
-
-
-class NoDeepSpeed:
-    @staticmethod
-    def find_spec(name: str, *_: object) -> None:
-        if name == "deepspeed":
-            raise ModuleNotFoundError("no deepspeed", name=name)
-
-
 # --- what a profile answers ----------------------------------------------------------------------
 
 

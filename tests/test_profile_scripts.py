@@ -29,7 +29,6 @@ from workshop.profilers import (
     amd_counters,
     kernel_file,
     ncu,
-    profile_run,
     programs,
     run_all,
     summary,
@@ -169,48 +168,7 @@ def test_every_version_links_to_every_runner() -> None:
         subprocess.run(["bash", "-n", path], check=True)
 
 
-@pytest.mark.slow
-def test_the_folder_of_the_link_chooses_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """However it is called."""
-    folder, other = FOLDERS[1], FOLDERS[2]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-
-    def run(*words: str, cwd: Path) -> Run:
-        command = [*words, "--dry-run"]
-        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
-
-    for words, cwd in (
-        (["./run_ncu.sh"], folder),
-        (["bash", "run_ncu.sh"], folder),
-        (["bash", f"{folder.name}/run_ncu.sh"], ROOT),
-        ([f"../{folder.name}/run_ncu.sh"], other),
-    ):
-        done = run(*words, cwd=cwd)
-        assert f"{folder}/tiny_llama_v2.py" in done.stdout, done.stderr
-    done = run(sys.executable, "run_pytorch_profiler.py", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    for path in (folder / "run_x.py", other / ".." / folder.name / "run_x.py"):
-        arguments = profile_run.runner_arguments("x", steps=1, argv=[str(path)])
-        assert arguments.program.key == "v2"
-    done = run(str(RUNNERS / "run_ncu.sh"), cwd=ROOT)
-    with pytest.raises(SystemExit, match=r"^2$"):
-        profile_run.runner_arguments("x", steps=1, argv=[str(RUNNERS / "run_x.py")])
-    for error in (done.stderr, capsys.readouterr().err):
-        assert "call it in a version's folder, such as version1_pytorch_baseline/run_" in error
-        assert len(error.splitlines()) == 1
-    assert done.returncode == 2
-
-
 # --- Usage ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tool", [*TOOLS, "all_profilers"])
-def test_help_begins_with_the_question(tool: str, machine: Machine) -> None:
-    done = machine.run(tool, "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    question = (RUNNERS / f"run_{tool}.sh").read_text().splitlines()[1].removeprefix("# ")
-    assert done.stdout.startswith(question) and "shellcheck" not in done.stdout
-    assert ("--mode MODE" in done.stdout) == tool.startswith("rocprof")
 
 
 @pytest.mark.parametrize(
@@ -489,21 +447,6 @@ def test_ncu_counts_all_operations_under_the_names_of_the_chip(machine: Machine)
     assert kernel.bytes == 2
     single, double, half = 1 + 1 + 2, 1 + 1 + 2, 2 + 2 + 4
     assert kernel.flops == single + double + half + len(tensor)
-
-
-@pytest.mark.parametrize(
-    ("listed", "expected"),
-    [
-        ("dram__bytes_op_read dram__bytes_op_write", "dram__bytes_op"),
-        ("dram__bytes_read dram__bytes_write dram__bytes_op_read", "dram__bytes"),
-    ],
-)
-def test_ncu_gets_the_chip_s_names_for_bytes(listed: str, expected: str, machine: Machine) -> None:
-    machine.install(ncu="".join(f"echo '{name}  Counter  byte';" for name in listed.split()))
-    command, _ = machine.dry_run("ncu")
-    metrics = command[command.index("--metrics") + 1].split(",")
-    moved = [metric for metric in metrics if "bytes" in metric or "tensor" in metric]
-    assert moved == [f"{expected}_read.sum", f"{expected}_write.sum"]
 
 
 # --- Running --------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import csv
 import dataclasses
 import gzip
 import io
-import shutil
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
@@ -153,23 +152,6 @@ def test_tables_of_sums(write: Write) -> None:
             stats(other, SUMS)
     with pytest.raises(WorkshopError, match="row 2: a mean of 250 ns is not between 300 and 400"):
         stats("kernel_stats", SUMS | {"MinNs": 300})
-
-
-def test_copies_and_host_calls_alone(write: Write) -> None:
-    rows = [copy("MEMORY_COPY_HOST_TO_DEVICE", 0, 70), copy("HOST_TO_DEVICE", 90, 30)]
-    table = rocprofv3.read(write("1_memory_copy_trace.csv", table_text(COPY_TRACE, rows)))
-    assert figures(table) == {"MEMORY_COPY_HOST_TO_DEVICE": (2, 100, 30, 70)}
-    assert (table.kernels[0].category, table.kernels[0].bytes) == ("copy", None)
-    assert table.timeline is None  # of copies alone it would be none of the GPU's
-
-    calls = [call("hipMemcpyAsync", 0, 5, 1), call("hipMemcpyAsync", 9, 6, 2)]
-    calls += [call("hsa_signal_create", 0, 5, 3, "HSA_CORE_API"), marker("step", 0, 5)]
-    table = rocprofv3.read(write("1_hip_api_trace.csv", table_text(API_TRACE, calls)))
-    assert table.host_calls == {"hipMemcpyAsync": HostCall(2, 11)}
-    table = rocprofv3.read(
-        write("marker_api_trace.csv", table_text(API_TRACE, [marker("step", i, 1) for i in (1, 5)]))
-    )
-    assert table.steps == 2 and not table.kernels
 
 
 def test_a_counter_table_has_times_bytes_and_operations(write: Write) -> None:
@@ -646,12 +628,6 @@ def test_bad_rows_are_counted_and_the_first_is_named(write: Write) -> None:
     assert figures(table) == {ADD: (2, 150, 50, 100)}
     (warning,) = table.warnings
     assert "kernel_trace.csv, row 3: 'soon' is no number (and 4 more rows)" in warning
-
-
-def test_a_copy_under_another_name_is_not_added(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "outputs", kernel_trace=(KERNEL_TRACE, THREE))
-    shutil.copy(folder / "run_77_kernel_trace.csv", folder / "mine.csv")
-    assert load(folder).launches == 3
 
 
 # --- rocprof-compute -----------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from workshop.errors import WorkshopError
 from workshop.profilers import kineto, reading
 from workshop.profilers import trace as traces
-from workshop.profilers.advisor import advise
 from workshop.profilers.reading import Problems
 from workshop.profilers.table import KernelTable
 
@@ -186,20 +185,6 @@ def test_a_device_has_its_own_name_or_none(
     assert kineto.read(path).device == name
 
 
-def test_several_devices(tmp_path: Path) -> None:
-    table = read(
-        tmp_path,
-        kernel("k", 0, 10, 1, device=0),
-        kernel("k", 0, 30, 2, device=3),
-        kernel("k", 40, 10, 3, device=3),
-        deviceProperties=[{"id": 0, "name": "first"}, {"id": 3, "name": "fourth"}],
-    )
-    assert (table.device, table.launches, table.total_ns) == ("fourth", 3, 50e3)
-    assert table.timeline is not None
-    assert (table.timeline.span_ns, table.timeline.busy_ns) == (50e3, 40e3)
-    assert "2 devices are added up; busy and idle time are those of device 3" in table.warnings[0]
-
-
 def test_an_amd_trace(tmp_path: Path) -> None:
     """The same categories, HIP's names; numbers as text, as some versions write them, in a bare
     list; and times since 1970, whose nanoseconds are more than a float holds."""
@@ -235,15 +220,6 @@ def test_an_amd_trace(tmp_path: Path) -> None:
     assert table.phases_ns == {"forward": 9e3}
     assert list(table.host_calls) == ["hipLaunchKernel", "hipExtModuleLaunchKernel"]
     assert table.timeline is not None and table.timeline.span_ns == 38e3
-
-
-def test_copies_between_gpus_can_bound_a_run(tmp_path: Path) -> None:
-    name = "Memcpy PtoP (Device -> Device)"
-    copies = [event("gpu_memcpy", name, 20 * i, 11, bytes=1e6, device=0) for i in range(200)]
-    table = read(tmp_path, *copies, *(kernel("gemm", 20 * i + 11, 9, i) for i in range(200)))
-    assert table.category_ns() == {"communication": 2.2e6, "GEMM": 1.8e6}
-    found = [advice.finding for advice in advise(table)]
-    assert "communication-bound" in found and "copy" not in found
 
 
 def test_the_h200s_phases_are_known_without_the_workshops_marks(tmp_path: Path) -> None:
@@ -360,12 +336,9 @@ def test_a_folders_newest_trace(tmp_path: Path) -> None:
         ("text", "a str is no event"),
         (kernel("k", 1, -1, 1), "its duration (dur): -1 is no duration"),
         (kernel("k", 1, float("nan"), 1), "its duration (dur): nan is no finite number"),
-        (kernel("k", 1, 10**400, 1), "its duration (dur)"),
-        (kernel("k", 1, 10**18, 1), "its duration (dur)"),
         (kernel("k", 1, 8 * DAY, 1), "its duration (dur): 691,200 s, more than a week"),
         (kernel("k", None, 1, 1), "its start (ts): None is no number"),
         (kernel("k", -1e300, 1, 1), "its start (ts): -1e+300 is years from the others"),
-        (kernel("k", -1.7e15, 1, 1), "its start (ts): -1.7e+15 is years from the others"),
         (kernel(17, 1, 1, 1), "it has no name"),
         ({"ph": "X", "cat": "kernel", "name": "k", "ts": 1}, "its duration (dur): None"),
         ({"ph": "X", "cat": "user_annotation", "name": "forward", "ts": 1, "dur": []}, "its"),
@@ -387,7 +360,6 @@ def test_an_event_that_makes_no_sense_is_left_out(tmp_path: Path, broken, what: 
         ([], 3600, False),
         ([launch(0, 1)], 9, False),
         ([launch(0, 1)], 11, True),
-        ([launch(0, 1), mark("forward", 5, 3590 * SECOND)], 3600, True),
         ([launch(0, 1), launch(3600 * SECOND, 0, name="cudaDeviceSynchronize")], 3600, False),
         ([launch(0, 1), event("Trace", "PyTorch Profiler (0)", 0, 3601 * SECOND)], 3600, False),
     ],

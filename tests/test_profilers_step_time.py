@@ -54,17 +54,6 @@ def test_real_steps_are_divided_as_tensorboards_plugin_did(name: str) -> None:
         assert ours == pytest.approx(plugins, abs=0.0021)
 
 
-@pytest.mark.parametrize("name", PLUGINS_FIGURES)
-def test_the_share_on_tensor_cores_is_that_of_the_kernels_named_so(name: str) -> None:
-    """On one stream, on which no kernels overlap; ranges lose what lies outside of the steps."""
-    table = kineto.read(FIXTURES / f"{name}.json.gz")
-    kernels = [one for one in table.kernels if not one.name.startswith("Mem")]
-    on_tensor_cores_ns = sum(one.total_ns for one in kernels if on_tensor_cores(one.name))
-    expected = on_tensor_cores_ns / sum(one.total_ns for one in kernels)
-    assert step_time.mean(table.step_times).tensor_share == pytest.approx(expected, abs=0.005)
-    assert 0.2 < expected < 0.7
-
-
 @pytest.mark.parametrize(
     ("expected", "names"),
     [
@@ -310,14 +299,3 @@ def test_what_can_not_be_drawn_is_one_line(
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_of_a_damaged_trace_the_rest_is_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trace = write(tmp_path, [*OVERLAPS, 7])
-    command = ["draw", str(trace), "--categories", "--output", str(tmp_path / "a.png")]
-    assert program.main(command) == 0
-    printed = capsys.readouterr()
-    assert "warning: left out" in printed.err and "a int is no event" in printed.err
-    assert printed.out == f"Written: {tmp_path / 'a.png'}\n"
