@@ -174,7 +174,7 @@ def _check(figures: Figures, rules: Iterable[_Rule], severity: str) -> list[Advi
             finding, sentence, at_stake_ns = found
             remedy = treatment(figures, finding)
             weight = NOTE if finding == _UNPLACED else severity
-            if finding == figures.bound:
+            if severity == NOTE and finding == figures.bound:
                 finding += BOUND
                 sentence = f"{finding}: {sentence}"
             sentence = sentence if finding.endswith(BOUND) else sentence[0].upper() + sentence[1:]

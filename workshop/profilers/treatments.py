@@ -97,7 +97,7 @@ def _products(figures: Figures) -> str:
     if faster is None:
         larger = (
             "What is left is the products' own rate, which is higher for larger ones: "
-            "--batch-size, --config (results/reference/report.md has the share of peak by size)."
+            "--batch-size, --config."
         )
         stacked = {"v2": "{} makes one product of q, k and v, and one of gate and up."}
         return " ".join([larger, *_beyond(figures, stacked)])
