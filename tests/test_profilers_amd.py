@@ -410,24 +410,6 @@ def filled(counters: Mapping[str, float]) -> Kernel:
     return kernel
 
 
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [
-        (ADD, "add_kernel"),
-        (NORM, "norm_kernel"),
-        ("vec_copy(double*, int) [clone .kd]", "vec_copy"),
-        ("vec_copy(double*, int) (.kd)", "vec_copy"),
-        (f"{GEMM}.kd", GEMM),
-        ("void at::native::(anonymous namespace)::fill<int, Op<int>>(int)", "fill"),
-        ("a)b(c", "a)b(c"),
-        (")>", ")>"),
-        ("", ""),
-    ],
-)
-def test_short_names(name: str, short: str) -> None:
-    assert amd_counters.short_name(name) == short
-
-
 def test_counters_find_their_kernel_under_a_truncated_name() -> None:
     def flops_of(names: list[str], counted: Mapping[str, int]) -> tuple[list[Any], list[str]]:
         counters = Counters()
@@ -594,27 +576,6 @@ def test_processes_in_one_database_are_kept_apart(tmp_path: Path) -> None:
     assert "1 kernels and copies" in table.warnings[0]
 
 
-@pytest.mark.parametrize(
-    ("statements", "message"),
-    [
-        (("DROP VIEW kernels", "DROP VIEW regions"), "an SQLite database without rocpd's views"),
-        ((f"DROP TABLE kernels{UUID}",), "can't be read as a database: no such table"),
-        (
-            ("DROP VIEW kernels", "CREATE VIEW kernels AS SELECT 1 AS name, 2 AS start, 3 AS [end]",
-             f"DELETE FROM regions{UUID}", f"DELETE FROM memory_copies{UUID}"),
-            "row None: 1 is no name",
-        ),
-    ],
-)  # fmt: skip
-def test_databases_that_are_none_of_rocpds(
-    tmp_path: Path, statements: tuple[str, ...], message: str
-) -> None:
-    path = build_database(tmp_path / "a.db", *statements, *NO_COUNTERS)
-    with pytest.raises(WorkshopError, match=message) as error:
-        rocprofv3.read(path)
-    assert str(path) in str(error.value)
-
-
 def test_bad_rows_are_counted_and_the_first_is_named(write: Write) -> None:
     rows = [
         dispatch(ADD, 0, 100),
@@ -768,21 +729,6 @@ def test_times_from_the_table_of_times_where_the_counters_have_none(tmp_path: Pa
         (folder / "pmc_perf.csv").write_text(table_text(columns, [counters]))
         table = rocprof_compute.read(folder)
         assert figures(table) == {ADD: (1, 70, 70, 70)} and table.kernels[0].flops == 1280
-
-
-def test_broken_workloads(tmp_path: Path, write: Write) -> None:
-    with pytest.raises(WorkshopError, match=r"no workload in it, a folder with pmc_perf.csv"):
-        rocprof_compute.read(tmp_path)
-    path = write("w/pmc_perf.csv", "")
-    with pytest.raises(WorkshopError, match=r"pmc_perf.csv: no header in it"):
-        rocprof_compute.read(tmp_path)
-    path.write_text(table_text(WIDE, [wide_row(0, 0, -1, 1)]))
-    with pytest.raises(WorkshopError, match=r"pmc_perf.csv: no kernels in it; .*, row 2: from"):
-        rocprof_compute.read(tmp_path)
-    path.write_text(table_text(WIDE, [wide_row(0, 0, 9, -1), wide_row(1, 0, 9, "x")]))
-    table = rocprof_compute.read(tmp_path)
-    assert table.launches == 2 and table.kernels[0].flops is None
-    assert "row 2: '-1' is no count (and 1 more rows)" in table.warnings[-1]
 
 
 def roofline_text(columns: str, *rows: Iterable[float]) -> str:

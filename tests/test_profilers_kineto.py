@@ -420,15 +420,6 @@ def test_a_text_cut_anywhere_gives_the_entries_before_the_cut(tmp_path: Path) ->
         assert problems.count == (cut < text.index("], ") + 1), text[:cut]
 
 
-def test_a_string_that_never_ends_is_not_held_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(traces, "_LONGEST_ENTRY", 1000)
-    (tmp_path / "a.json").write_text('[{"ph": 1}, "' + "never closed " * 10_000)
-    found, problems = entries(tmp_path / "a.json")
-    assert found == [(1, {"ph": 1})] and problems.count == 1
-
-
 BROKEN_EVENTS = {
     "infinity": '{"ph": "X", "dur": 0, "args": {"bandwidth (GB/s)": inf, "grid": [1, 1]}}',
     "nan": '{"ph": "X", "args": {"occupancy %": -nan}}',

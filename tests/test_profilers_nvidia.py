@@ -93,24 +93,6 @@ def test_ncu_details_page_agrees_with_the_raw_page() -> None:
 
 
 @pytest.mark.parametrize(
-    ("units", "values"),
-    [
-        (("ns", "byte"), ("1,500,000", "2,500,000,000")),
-        (("us", "Mbyte"), ("1,500", "2,500")),
-        (("msecond", "Gbyte"), ("1.5", "2.50")),
-        (("second", "Tbyte"), ("0.0015", "0.0025")),
-    ],
-)
-def test_ncu_units(write: Write, units: tuple[str, str], values: tuple[str, str]) -> None:
-    time, size = units
-    page = raw_page(
-        {TIME: time, READ: size, WRITTEN: "byte"}, {TIME: values[0], READ: values[1], WRITTEN: "8"}
-    )
-    (only,) = ncu.read(write("raw.csv", page)).kernels
-    assert (only.total_ns, only.bytes) == pytest.approx((1.5e6, 2.5e9 + 8))
-
-
-@pytest.mark.parametrize(
     ("counters", "flops"),
     [
         ({sass("fadd"): 1, sass("fmul"): 10, sass("ffma"): 100, BF16: 0}, 1 + 10 + 200),

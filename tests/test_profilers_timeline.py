@@ -191,21 +191,6 @@ def test_slices_nest_by_what_they_run_within() -> None:
     assert timeline.nest([]) == []
 
 
-def test_what_is_too_short_to_see_is_merged() -> None:
-    copy, product = Slice(0.0, 0.2, "a", "copy"), Slice(0.3, 0.6, "b", "GEMM")
-    short = [copy, product, Slice(0.7, 0.9, "c", "copy")]
-    assert timeline.merge(short, 1.0) == [Slice(0.0, 0.9, "", "copy")]  # 0.4 of copies
-    assert timeline.merge(short, 0.8) == [Slice(0.0, 0.6, "", "GEMM"), short[2]]
-    assert timeline.merge(short, 0.4) == short
-    visible = Slice(1.0, 2.0, "d", "norm")
-    assert timeline.merge([*short, visible, copy], 1.0) == [
-        Slice(0.0, 0.9, "", "copy"),
-        visible,
-        copy,
-    ]
-    assert timeline.merge([], 1.0) == []
-
-
 tenths = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 60)), max_size=60)
 intervals = tenths.map(lambda pairs: at(*sorted((s / 10, (s + n) / 10) for s, n in pairs)))
 
