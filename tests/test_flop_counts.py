@@ -159,8 +159,7 @@ def test_an_interpreted_step_is_counted_on_one_sequence_and_not_timed(
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
-    [("not installed", errors.DONE), ("failed (X: y)", errors.ANSWER_IS_NO)],
+    ("error", "status"), [("not installed", errors.DONE), ("failed (X: y)", errors.ANSWER_IS_NO)]
 )
 def test_a_failure_of_deepspeed_is_the_status_and_a_cut_backward_pass_is_named(
     error: str,

@@ -98,10 +98,7 @@ class TableDiff:
 
 
 def compare(
-    a: KernelTable,
-    b: KernelTable,
-    run_a: RunResult | None = None,
-    run_b: RunResult | None = None,
+    a: KernelTable, b: KernelTable, run_a: RunResult | None = None, run_b: RunResult | None = None
 ) -> TableDiff:
     """Changes from `a` to `b`: per step where both have their steps, else in all.
 

@@ -261,10 +261,7 @@ def _draw_gaps(axes: Any, lane: Lane, band: _Band, window: Window) -> None:
 
 
 def _draw_arrows(
-    axes: Any,
-    arrows: list[tuple[int, Slice, int, Slice]],
-    bands: list[list[_Band]],
-    window: Window,
+    axes: Any, arrows: list[tuple[int, Slice, int, Slice]], bands: list[list[_Band]], window: Window
 ) -> None:
     """From launches to the kernels that they launched."""
     places = {(i, band.kind): band for i, its in enumerate(bands) for band in its}

@@ -43,11 +43,7 @@ from workshop.request import (
 from workshop.run import hardware, markers, trainer
 from workshop.versions import Version
 
-_OF_THE_RUNNER = {
-    "output_dir": "--output-dir",
-    "profile_steps": "--steps",
-    "num_steps": "--steps",
-}
+_OF_THE_RUNNER = {"output_dir": "--output-dir", "profile_steps": "--steps", "num_steps": "--steps"}
 """The model's flags that a runner sets or has no use for, and what its own are called."""
 T = TypeVar("T")
 
