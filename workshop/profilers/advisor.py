@@ -2,7 +2,7 @@
 names the version of the workshop, or the lab's flag, that treats it.
 
 A profile shows what ran, not why. So a sentence claims no more than its figures do, and where the
-table does not have them (no timeline, no marker ranges, no counters) there is none.
+table does not have them (no timeline, no marker ranges, no counters) there is no sentence.
 
 A rule returns (finding, sentence, time at stake in ns), or None where it finds nothing. The finding
 that bounds the run gets "-bound" at its end.

@@ -96,8 +96,8 @@ class Counters:
     def fill(self, kernels: Iterable[Kernel]) -> None:
         """Sets the bytes and operations of the kernels that have counters.
 
-        Kernels are the same if their names are, but for what marks the binary's symbol, or else if
-        one name is the other's short name: one tool truncates names where another does not.
+        Kernels are the same if their names are, except for what marks the binary's symbol, or else
+        if one name is the other's short name: one tool truncates names where another does not.
         """
         kernels = list(kernels)
         by_name, by_short_name = defaultdict(list), defaultdict(list)

@@ -173,7 +173,7 @@ def measure_utilisation(request: Request, batches: Tensor) -> dict[str, Any]:
     do in the time of a step, timed as `tiny_llama_vN.py` does: compiled and captured as requested.
 
     Args:
-        batches: int64 (n, 2, B, T) on the host, as many as the request's schedule takes.
+        batches: int64 (n, 2, B, T) on the host: n is the number that the request's schedule takes.
     """
     steps = request.schedule
     print(f"timing {steps.timed} steps after {steps.warmup} of warm-up ...", flush=True)

@@ -107,7 +107,7 @@ class ProfileRun:
         return self.runner.device
 
     def step(self) -> None:
-        """Trains one step; there are as many as `prepare` was called with."""
+        """Trains one step, of the number that the request has."""
         self.runner.marked_step(self._step, self.range)
 
     def eager_step(self) -> None:
