@@ -187,7 +187,7 @@ def killed(folder: Path, *flags: object) -> bool:
     """Runs the program, and kills it in the middle."""
 
     def work() -> None:
-        make_dataset._track = die_half_way
+        make_dataset.track = die_half_way
         make(folder, *flags)
 
     return forked(work) == -signal.SIGKILL
@@ -445,7 +445,7 @@ def own_folder(folder: Path, damage: bytes | None = None) -> Path:
     [
         (["--size", "5"], "--size 5: it must lie between 8 and 1024"),
         (["--seed", "-1"], "--seed -1: it must lie between 0 and"),
-        (["--from", "nowhere"], "--from nowhere: no such folder"),
+        (["--from", "nowhere"], "--from nowhere: no images"),
         (["--from", "empty"], "no images (.png"),
         (["--from", "flat"], "in its sub-folders, whose names are the classes"),
         (["--from", "damaged"], "2.png can't be read as an image (it is cut off): take it out"),

@@ -50,6 +50,8 @@ class BadData(WorkshopError):
 class Images(Dataset[tuple[Tensor, int]]):
     """Item `i` is an image, uint8 (3, height, width), and its label.
 
+    A format defines `open`, `read_labels`, `write`, and `encoded` or `image`.
+
     Args:
         folder: as make_dataset.py writes it.
         decoder: of PNGs: one of decoders.PACKAGES.
@@ -120,13 +122,11 @@ class Images(Dataset[tuple[Tensor, int]]):
     def image(self, index: int) -> Tensor:
         return self.decode(self.encoded(index))
 
-    # --- what a format defines -------------------------------------------------------------------
-
     def open(self) -> Any:
         raise NotImplementedError
 
     def read_labels(self) -> Sequence[int]:
-        """One for each image, in order; raises anything where the file is damaged."""
+        """The label of each image, in order; raises anything where the file is damaged."""
         raise NotImplementedError
 
     def encoded(self, index: int) -> bytes:
@@ -143,25 +143,18 @@ class Images(Dataset[tuple[Tensor, int]]):
         raise NotImplementedError
 
 
-def made_from(folder: Path) -> dict[str, Any]:
+def manifest(folder: Path) -> dict[str, Any]:
     """A dataset's manifest; empty where it can't be read."""
     try:
-        made: dict[str, Any] = json.loads((folder / Folder.file_name / MANIFEST).read_bytes())[
-            "made"
-        ]
-    except (OSError, ValueError, KeyError):
+        found: dict[str, Any] = json.loads((folder / Folder.file_name / MANIFEST).read_bytes())
+    except (OSError, ValueError):
         return {}
-    return made
+    return found
 
 
 def how_to_make(folder: Path) -> str:
     """The command that writes this dataset."""
-    made, words = made_from(folder), ["make_dataset.py"]
-    if "digits" in made:
-        words += ["--images", str(made["digits"]), "--seed", str(made["seed"])]
-    elif "from" in made:
-        words += ["--from", "YOUR_IMAGES"]
-    words += ["--size", str(made["size"])] if "size" in made else []
+    words = manifest(folder).get("command", ["make_dataset.py"])
     return shlex.join([*words, "--output-dir", str(folder)])
 
 
@@ -172,6 +165,9 @@ def names_and_labels(content: str | bytes) -> tuple[list[str], list[int]]:
     return names, [labels[name] for name in names]
 
 
+# --- PNG files -----------------------------------------------------------------------------------
+
+
 class Folder(Images):
     """A PNG file for each image: each is found, opened and closed for itself."""
 
@@ -180,10 +176,9 @@ class Folder(Images):
     def read_labels(self) -> Sequence[int]:
         self.names, labels = names_and_labels((self.path / LABELS).read_bytes())
         found = {path.name for path in self.path.glob("*.png")}
-        if unlabelled := sorted(found - set(self.names)):
-            raise ValueError(f"{LABELS} has no {unlabelled[0]}")
-        if missing := sorted(set(self.names) - found):
-            raise ValueError(f"no {missing[0]}")
+        if different := sorted(found ^ {*self.names}):
+            missing = LABELS if different[0] in found else "the folder"
+            raise ValueError(f"{missing} has no {different[0]}")
         return labels
 
     def encoded(self, index: int) -> bytes:
@@ -191,35 +186,6 @@ class Folder(Images):
 
     def name(self, index: int) -> str:
         return str(self.path / self.names[index])
-
-
-class Hdf5(Images):
-    """An array of pixels and one of labels. Without chunks, an image is one piece of the file."""
-
-    key, file_name, packages = "hdf5", "images.h5", ("h5py",)
-
-    def open(self) -> Any:
-        import h5py
-
-        return h5py.File(self.path)["images"]  # to find it again for each image would take longer
-
-    def read_labels(self) -> Sequence[int]:
-        labels: Sequence[int] = self.file.parent["labels"][:]
-        return labels
-
-    def image(self, index: int) -> Tensor:
-        return torch.from_numpy(self.file[index])
-
-    @staticmethod
-    def write(target: Path, source: Folder, indices: Iterable[int]) -> None:
-        import h5py
-
-        with h5py.File(target, "w") as file:
-            file["labels"] = source.labels
-            shape = (len(source), *source[0][0].shape)
-            images = file.create_dataset("images", shape, np.uint8)
-            for index in indices:
-                images[index] = source[index][0].numpy()
 
 
 class Lmdb(Images):
@@ -356,6 +322,38 @@ class Parquet(Images):
                 images = [source.encoded(index) for index in group]
                 labels = source.labels[group]
                 file.write_table(pyarrow.table([images, labels], schema=columns))
+
+
+# --- pixels --------------------------------------------------------------------------------------
+
+
+class Hdf5(Images):
+    """An array of pixels and one of labels. Without chunks, an image is one piece of the file."""
+
+    key, file_name, packages = "hdf5", "images.h5", ("h5py",)
+
+    def open(self) -> Any:
+        import h5py
+
+        return h5py.File(self.path)["images"]  # to find it again for each image would take longer
+
+    def read_labels(self) -> Sequence[int]:
+        labels: Sequence[int] = self.file.parent["labels"][:]
+        return labels
+
+    def image(self, index: int) -> Tensor:
+        return torch.from_numpy(self.file[index])
+
+    @staticmethod
+    def write(target: Path, source: Folder, indices: Iterable[int]) -> None:
+        import h5py
+
+        with h5py.File(target, "w") as file:
+            file["labels"] = source.labels
+            shape = (len(source), *source[0][0].shape)
+            images = file.create_dataset("images", shape, np.uint8)
+            for index in indices:
+                images[index] = source[index][0].numpy()
 
 
 class Flat(Images):
