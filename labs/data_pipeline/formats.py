@@ -158,37 +158,45 @@ def how_to_make(folder: Path) -> str:
     return shlex.join([*words, "--output-dir", str(folder)])
 
 
-def names_and_labels(content: str | bytes) -> tuple[list[str], list[int]]:
-    """Names and labels in labels.json, sorted by name."""
-    labels: dict[str, int] = json.loads(content)["labels"]
-    names = sorted(labels)
-    return names, [labels[name] for name in names]
-
-
 # --- PNG files -----------------------------------------------------------------------------------
 
 
-class Folder(Images):
+class Named(Images):
+    """PNG files by their names, and labels.json beside them. A format defines `read`."""
+
+    def read(self, name: str) -> bytes:
+        raise NotImplementedError
+
+    def read_labels(self) -> Sequence[int]:
+        labels: dict[str, int] = json.loads(self.read(LABELS))["labels"]
+        self.names = sorted(labels)
+        return [labels[name] for name in self.names]
+
+    def encoded(self, index: int) -> bytes:
+        return self.read(self.names[index])
+
+
+class Folder(Named):
     """A PNG file for each image: each is found, opened and closed for itself."""
 
     key, file_name = "png", "images"
 
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
     def read_labels(self) -> Sequence[int]:
-        self.names, labels = names_and_labels((self.path / LABELS).read_bytes())
+        labels = super().read_labels()
         found = {path.name for path in self.path.glob("*.png")}
         if different := sorted(found ^ {*self.names}):
             missing = LABELS if different[0] in found else "the folder"
             raise ValueError(f"{missing} has no {different[0]}")
         return labels
 
-    def encoded(self, index: int) -> bytes:
-        return (self.path / self.names[index]).read_bytes()
-
     def name(self, index: int) -> str:
         return str(self.path / self.names[index])
 
 
-class Lmdb(Images):
+class Lmdb(Named):
     """A database in memory-mapped pages: a file's name is the key to its bytes."""
 
     key, file_name, packages = "lmdb", "images.lmdb", ("lmdb",)
@@ -203,14 +211,7 @@ class Lmdb(Images):
             raise ValueError(f"its {pages} pages do not fit into {size} bytes")
         return file
 
-    def read_labels(self) -> Sequence[int]:
-        self.names, labels = names_and_labels(self._get(LABELS))
-        return labels
-
-    def encoded(self, index: int) -> bytes:
-        return self._get(self.names[index])
-
-    def _get(self, name: str) -> bytes:
+    def read(self, name: str) -> bytes:
         with self.file.begin() as transaction:
             return bytes(transaction.get(name.encode()))
 
@@ -266,7 +267,7 @@ class Tar(Images):
                     tar.addfile(member, io.BytesIO(content))
 
 
-class Zip(Images):
+class Zip(Named):
     """The folder as it is, not compressed: PNGs are. Every process reads the list of all files."""
 
     key, file_name = "zip", "images.zip"
@@ -274,12 +275,8 @@ class Zip(Images):
     def open(self) -> Any:
         return zipfile.ZipFile(self.path)
 
-    def read_labels(self) -> Sequence[int]:
-        self.names, labels = names_and_labels(self.file.read(LABELS))
-        return labels
-
-    def encoded(self, index: int) -> bytes:
-        content: bytes = self.file.read(self.names[index])
+    def read(self, name: str) -> bytes:
+        content: bytes = self.file.read(name)
         return content
 
     @staticmethod
