@@ -23,14 +23,15 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
     import_torch()
 
-from workshop import errors, records, results, versions  # noqa: E402
+from workshop import errors, records, results, tables, versions  # noqa: E402
 from workshop.arguments import option, read  # noqa: E402
-from workshop.compare import figures, rows, sessions, sweep, tables, waterfall  # noqa: E402
-from workshop.compare.markdown import escape, escape_block  # noqa: E402
+from workshop.compare import rows, sessions, sweep, waterfall  # noqa: E402
 from workshop.compare.rows import Row  # noqa: E402
 from workshop.compare.sessions import Asked, Planned, run_plans  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
+from workshop.show import charts, comparisons  # noqa: E402
+from workshop.tables import escape, escape_block  # noqa: E402
 
 
 @dataclass
@@ -153,7 +154,7 @@ def _ladder(options: Options) -> Study:
         return sessions.plan(options)
 
     what = "runs of the --versions, --config and --precision given"
-    parts = plan, rows.build_rows, find, tables.of_rows, figures.draw_rows
+    parts = plan, rows.build_rows, find, comparisons.of_rows, charts.draw_rows
     return Study("comparison", what, *parts)
 
 
@@ -173,7 +174,7 @@ def _waterfall(options: Options, ends: list[str]) -> Study:
         return [one for one in waterfall.build(runs) if one.to in wanted]
 
     what = "waterfall: V1 at fp32 and the versions' single changes"
-    parts = plan, build, find, tables.of_waterfalls, figures.draw_waterfalls
+    parts = plan, build, find, comparisons.of_waterfalls, charts.draw_waterfalls
     return Study("waterfall", what, *parts)
 
 
@@ -190,7 +191,7 @@ def _sweep(options: Options, words: list[str]) -> Study:
         return sweep.build(runs, axis, sizes=sizes)
 
     what = f"sweep over {axis.flag}: two sizes of one session"
-    return Study("sweep", what, plan, build, find, tables.of_sweeps, figures.draw_sweeps)
+    return Study("sweep", what, plan, build, find, comparisons.of_sweeps, charts.draw_sweeps)
 
 
 def _asked_for(options: Options, runs: list[RunResult]) -> list[RunResult]:
@@ -227,7 +228,7 @@ def write(
         "md": "\n\n".join(text) + "\n",
     }
     if study.name != "comparison" or any(row.step_ms for row in found):
-        contents["png"] = lambda path: figures.save(study.draw, list(found), path)
+        contents["png"] = lambda path: charts.save(study.draw, list(found), path)
     paths = {folder / f"{study.name}.{suffix}": content for suffix, content in contents.items()}
     results.write_together(paths, gone=[folder / f"{study.name}.png"])
     return list(map(str, paths))

@@ -23,17 +23,16 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
     import_torch()
 
-from workshop import errors, records, results  # noqa: E402
+from workshop import errors, records, results, tables  # noqa: E402
 from workshop.arguments import option, read_command  # noqa: E402
-from workshop.compare import regression, rows, sessions, tables  # noqa: E402
-from workshop.compare.markdown import escape  # noqa: E402
+from workshop.compare import regression, rows, sessions  # noqa: E402
 from workshop.compare.regression import ALARMS, Finding  # noqa: E402
 from workshop.compare.sessions import Asked  # noqa: E402
-from workshop.compare.tables import Line, Table, print_tables  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError, printable  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.run import hardware  # noqa: E402
 from workshop.run.presets import PRESETS  # noqa: E402
+from workshop.tables import Line, Table, escape, print_tables  # noqa: E402
 
 FOLDER = "regression"
 """Below an output folder."""
