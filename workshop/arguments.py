@@ -51,9 +51,10 @@ def add_options(parser: argparse._ActionsContainer, kind: type[Any]) -> None:
         flag = field.name if how.pop("positional", False) else f"--{field.name.replace('_', '-')}"
         value_type, is_list = _value_type(types_[field.name])
         default = how.get("default")
-        if value_type is bool:
-            how.setdefault("action", "store_true")
-            how["default"] = bool(default)
+        if value_type is bool and "action" not in how:
+            how |= {"action": "store_true", "default": False}
+        elif value_type is bool:
+            pass
         else:
             if value_type is not str:
                 how.setdefault("type", value_type)

@@ -8,7 +8,7 @@ from typing import Any
 
 from workshop import results, versions
 from workshop.arguments import option
-from workshop.request import PHASES, USUAL, execution
+from workshop.request import PHASES, USUAL, begun, execution
 from workshop.results import RunResult
 from workshop.run import hardware, presets, trainer
 from workshop.run.precision import LADDER
@@ -152,20 +152,15 @@ def record(plan: Plan, asked: Asked, session: str, beside: int = 0) -> RunResult
         options["again"] = True
     return RunResult(
         version=plan.version,
-        session=session,
         config_name=plan.shape()[0],
         config=dataclasses.asdict(config),
         batch_size=batch_size,
         seq_len=seq_len,
         precision=plan.precision,
         warmup_steps=plan.schedule(asked).warmup,
-        device=hardware.describe(device),
-        software=results.describe_software(),
-        git_commit=results.git_commit(),
-        created=results.now(),
         kind=plan.kind,
         options=options,
         prepared_beside=beside,
-        parent_command=results.own_command(),
         command=["python", version.path.name, *plan.flags()],
+        **begun(device, session),
     )
