@@ -1,6 +1,6 @@
 """One call of an operation: its arguments, drawn from a seed, and what it gives.
 
-The judge and the contenders' process draw the same numbers from the same seed on the same device.
+The judge and the implementations' process draw the same numbers from one seed on one device.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ class Data:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def fresh(self) -> "Data":
-        """A copy with the same strides: some contenders overwrite what they are given."""
+        """A copy with the same strides: some implementations overwrite what they are given."""
         arguments = (_copy(tensor, tensor.requires_grad) for tensor in self.arguments)
         return Data(tuple(arguments), tuple(_copy(tensor, False) for tensor in self.upstream))
 

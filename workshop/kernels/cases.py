@@ -1,9 +1,9 @@
-"""The operations that the benchmark measures, their sizes, and their rivals.
+"""The operations that the benchmark measures, their sizes, and their implementations.
 
 Each function below describes one operation at one size: random arguments, V3's kernel, a plain
-version, which is the reference, the rivals, and the least work that a call must do. The work is
-counted as the field counts it, from sizes alone, so that every contender's rate is a rate for the
-same work: element-wise operations in passes over the tensor, attention and products in FLOPs.
+version, which is the reference, other implementations, and the least work that a call must do. The
+work is counted from sizes alone, so that every rate is one for the same work: element-wise
+operations in passes over the tensor, attention and products in FLOPs.
 
 V3's kernels are imported when one is called, which the judge never does.
 """
@@ -35,8 +35,8 @@ Tensors = tuple[Tensor, ...]
 Function = Callable[..., Any]  # of a case's arguments; gives a tensor or a tuple of tensors
 
 
-class Absent(Exception):
-    """A contender that is not on this machine or can't do this case; the text says why."""
+class Skipped(Exception):
+    """An implementation that is not on this machine or can't do this case; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class Case:
     plain: Function
     unit: str
     amounts: Callable[[int], dict[str, float]]
-    """Bytes or FLOPs of each phase that is timed, for tensors of so many bytes an element."""
-    rivals: dict[str, Function] = field(default_factory=dict)
+    """Bytes or FLOPs of each phase that is timed, by the bytes of an element."""
+    others: dict[str, Function] = field(default_factory=dict)
     constants: tuple[str, ...] = ()
     """Arguments without a gradient."""
     upstream_scale: float = 1.0
     parts: int = 1
-    """The truth is computed in so many parts, where all at once would not fit into memory."""
+    """The number of parts in which the reference is computed, so that it fits into memory."""
     cut: dict[str, int] = field(default_factory=dict)
     """The axis along which an argument or result is cut into them; others are needed whole."""
 
@@ -113,18 +113,18 @@ def kernels() -> ModuleType:
 
 
 def liger(name: str, *constants: Any) -> Function:
-    """One of Liger-Kernel's autograd functions (signatures as of 0.8.5). A call raises Absent where
-    it is not installed, or there is no GPU for it."""
+    """One of Liger-Kernel's autograd functions (signatures as of 0.8.5). A call raises Skipped
+    where it is not installed, or there is no GPU for it."""
 
     def call(*tensors: Tensor) -> Any:
         if not torch.cuda.is_available():
-            raise Absent("needs a GPU")
+            raise Skipped("needs a GPU")
         try:
             ops = importlib.import_module("liger_kernel.ops")
         except ImportError as error:
-            raise Absent(f"not installed ({error})") from None
+            raise Skipped(f"not installed ({error})") from None
         if not hasattr(ops, name):
-            raise Absent(f"the installed version has no {name}")
+            raise Skipped(f"the installed version has no {name}")
         return getattr(ops, name).apply(*tensors, *constants)
 
     return call
@@ -150,11 +150,11 @@ def row_case(
     *constants: Any,
     results: tuple[str, ...] = ("y",),
     halves: int = 1,
-    rivals: dict[str, Function],
+    others: dict[str, Function],
 ) -> Case:
     """An operator on tensors (rows, width), all of `halves` times that width, and on the weights of
-    a row if there is a "weight". Forward and backward read and write so many tensors (rows, width)
-    in all."""
+    a row if there is a "weight". `passes`: tensors (rows, width) that forward and backward read and
+    write in all."""
     rows, width = size
     tensors = tuple(name for name in arguments if name != "weight")
 
@@ -171,7 +171,7 @@ def row_case(
         arguments=arguments,
         results=results,
         draw=draw,
-        rivals=rivals,
+        others=others,
         unit=GBS,
         amounts=amounts,
         parts=min(rows, 8),
@@ -185,12 +185,12 @@ def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def rms_norm(rows: int, width: int) -> Case:
     """x (rows, width) -> y. Forward 2 passes (x, y), backward 3 (x, dy, dx)."""
-    rivals: dict[str, Function] = {
+    others: dict[str, Function] = {
         "F.rms_norm": lambda x, weight: F.rms_norm(x, (width,), weight, EPS),
         LIGER: liger("LigerRMSNormFunction", EPS),
     }
     shape = (rows, width), (2, 3), ("x", "weight")
-    return row_case("rms_norm", plain_norm, *shape, EPS, rivals=rivals)
+    return row_case("rms_norm", plain_norm, *shape, EPS, others=others)
 
 
 def add_rms_norm(rows: int, width: int) -> Case:
@@ -210,7 +210,7 @@ def add_rms_norm(rows: int, width: int) -> Case:
     return row_case(
         *("add_rms_norm", plain, (rows, width), (4, 4), ("branch", "stream", "weight"), EPS),
         results=("normed", "new stream"),
-        rivals={"add, F.rms_norm": pytorch, LIGER: liger("LigerFusedAddRMSNormFunction", EPS)},
+        others={"add, F.rms_norm": pytorch, LIGER: liger("LigerFusedAddRMSNormFunction", EPS)},
     )
 
 
@@ -225,19 +225,19 @@ def pytorch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu(rows: int, width: int) -> Case:
     """silu(gate) x up, all (rows, width). Forward 3 passes, backward 5 (gate, up, dy, dgate,
     dup)."""
-    rivals = {"F.silu, product": pytorch_swiglu, LIGER: liger("LigerSiLUMulFunction")}
-    return row_case("swiglu", plain_swiglu, (rows, width), (3, 5), ("gate", "up"), rivals=rivals)
+    others = {"F.silu, product": pytorch_swiglu, LIGER: liger("LigerSiLUMulFunction")}
+    return row_case("swiglu", plain_swiglu, (rows, width), (3, 5), ("gate", "up"), others=others)
 
 
 def swiglu_fused(rows: int, width: int) -> Case:
     """The same, gate and up being the halves of one (rows, 2 width)."""
-    rivals: dict[str, Function] = {
+    others: dict[str, Function] = {
         "F.silu, product": lambda gate_up: pytorch_swiglu(*gate_up.chunk(2, dim=-1)),
         LIGER: liger("LigerFusedGateUpSiLUMulFunction"),
     }
     plain: Function = lambda gate_up: plain_swiglu(*gate_up.chunk(2, dim=-1))  # noqa: E731
     shape = (rows, width), (3, 5), ("gate_up",)
-    return row_case("swiglu_fused", plain, *shape, halves=2, rivals=rivals)
+    return row_case("swiglu_fused", plain, *shape, halves=2, others=others)
 
 
 # --- rotary embedding and attention --------------------------------------------------------------
@@ -274,7 +274,7 @@ def apply_rope(B: int, T: int, H: int, K: int, D: int) -> Case:
             *(draw.heads(B, heads, T, D) for heads in (H, K)),
             *draw.rope_tables(T, D),
         ),
-        rivals={LIGER: lambda q, k, cos, sin: rotate(q, k, cos[None], sin[None])},
+        others={LIGER: lambda q, k, cos, sin: rotate(q, k, cos[None], sin[None])},
         unit=GBS,
         amounts=amounts,
     )
@@ -330,7 +330,7 @@ def flash_attention(B: int, T: int, H: int, K: int, D: int) -> Case:
         *("flash_attention", plain_attention, (B, T, H, K, D), ("q", "k", "v")),
         results=("out",),
         draw=lambda draw: tuple(draw.heads(B, heads, T, D) for heads in (H, K, K)),
-        rivals={name: sdpa(backend) for name, backend in SDPA.items()},
+        others={name: sdpa(backend) for name, backend in SDPA.items()},
         unit=TFLOPS,
         amounts=lambda _: {FORWARD: forward, BACKWARD: 2.5 * forward},
         parts=K,
@@ -365,7 +365,7 @@ def qkv_attention(B: int, T: int, H: int, K: int, D: int) -> Case:
             draw.normal(rows, C, std=C**-0.5),
             *draw.rope_tables(T, D),
         ),
-        rivals={"F.linear, rotation, SDPA": with_product(pytorch_attention)},
+        others={"F.linear, rotation, SDPA": with_product(pytorch_attention)},
         unit=TFLOPS,
         amounts=lambda _: {
             FORWARD: product + attention,
@@ -397,7 +397,7 @@ def linear_cross_entropy(N: int, C: int, V: int) -> Case:
             draw.normal(V, C, std=C**-0.5),  # logits of size 1
             draw.targets(N, V),
         ),
-        rivals={
+        others={
             "F.linear, F.cross_entropy": lambda hidden, weight, targets: F.cross_entropy(
                 F.linear(hidden, weight), targets
             ),

@@ -152,8 +152,8 @@ def others(collection: Collection) -> tuple[list[tuple[str, Section]], list[tupl
 def benchmark(
     anchor: str, path: Path, runs: Sequence[LabRun], folders: Sequence[Path]
 ) -> tuple[str, Section]:
-    """V3's operators beside the other contenders, without those that do not exist for a case; and
-    the device's name."""
+    """V3's operators beside other implementations, without those that do not exist for a case; and the
+    device's name."""
     measured = [row for row in (Row((run,)) for run in runs) if row.verdict != SKIPPED]
     first = runs[0]
     section = Section(anchor, "V3's kernels", (Link(path.name, path),))
@@ -166,7 +166,7 @@ def benchmark(
         section.tables.append(Table(printable(table.title), list(table.header), lines, texts=2))
         section.sentences += [printable(f"{group[0].op}: {note}") for note in table.notes]
         for row in group:
-            if row.contender == OURS or row.plausibility:
+            if row.implementation == OURS or row.plausibility:
                 named = dataclasses.replace(row, of=row.first.subject)
                 section.alarms += lab_sections.alarms(named, section.title, section.links)
     section.sentences.append(printable(rows.summary(Row((first,)))))

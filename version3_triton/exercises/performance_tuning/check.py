@@ -65,7 +65,12 @@ class Measured:
         """Raises WorkshopError: the file has no times of that size."""
         name = "{} x {}".format(*size)
         for row in self._rows:
-            if (row.op, row.size, row.contender, row.verdict) == ("rms_norm", name, OURS, PASS):
+            if (row.op, row.size, row.implementation, row.verdict) == (
+                "rms_norm",
+                name,
+                OURS,
+                PASS,
+            ):
                 return row
         raise WorkshopError(
             f"{self.where} has no times of rms_norm at {name}: run "
