@@ -152,8 +152,8 @@ def others(collection: Collection) -> tuple[list[tuple[str, Section]], list[tupl
 def benchmark(
     anchor: str, path: Path, runs: Sequence[LabRun], folders: Sequence[Path]
 ) -> tuple[str, Section]:
-    """V3's operators beside other implementations, without those that do not exist for a case; and the
-    device's name."""
+    """V3's operators beside other implementations, without those that do not exist for a case; and
+    the device's name."""
     measured = [row for row in (Row((run,)) for run in runs) if row.verdict != SKIPPED]
     first = runs[0]
     section = Section(anchor, "V3's kernels", (Link(path.name, path),))

@@ -65,12 +65,8 @@ class Measured:
         """Raises WorkshopError: the file has no times of that size."""
         name = "{} x {}".format(*size)
         for row in self._rows:
-            if (row.op, row.size, row.implementation, row.verdict) == (
-                "rms_norm",
-                name,
-                OURS,
-                PASS,
-            ):
+            ours = row.op == "rms_norm" and row.implementation == OURS
+            if ours and row.size == name and row.verdict == PASS:
                 return row
         raise WorkshopError(
             f"{self.where} has no times of rms_norm at {name}: run "
