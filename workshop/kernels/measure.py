@@ -88,8 +88,8 @@ def in_parts(case: Case, data: Data, dtype: torch.dtype | None) -> dict[str, Ten
         own = [tensors[index % len(tensors)] for tensors in cut]
         own = [x.to(dtype) if dtype and x.is_floating_point() else x for x in own]
         arguments = [
-            tensor.detach().requires_grad_(wanted)
-            for tensor, wanted in zip(own, case.differentiable, strict=False)
+            tensor.detach().requires_grad_(name in case.differentiable)
+            for tensor, name in zip(own, case.arguments, strict=False)
         ]
         part = outcome(case, case.plain, Data(tuple(arguments), tuple(own[len(arguments) :])))
         pieces.append({name: x.detach() for name, x in part.items() if x is not None})
