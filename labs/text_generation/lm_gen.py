@@ -407,7 +407,6 @@ def _measure(job: Job, peak: int) -> None:
     record.step_ms = [s * 1e3 for answer, _ in done for s in answer.step_s]
     record.metrics |= {
         "first_token_ms": median(firsts) * 1e3,
-        "prefill_flops": flops[0],
         "prefill_tflops": median([a / b / 1e12 for a, b in zip(flops, firsts, strict=True)]),
         "written_tokens_per_s": written / seconds,
     }
