@@ -275,7 +275,7 @@ def benchmark(path: Path, runs: Sequence[LabRun], folders: Sequence[Path]) -> Se
         part.tables.append(dataclasses.replace(table, notes=()))
         part.say(f"{group[0].op}: {note}" for note in table.notes)
         for row in group:
-            if row.contender == OURS or row.plausibility:
+            if row.implementation == OURS or row.plausibility:
                 named = dataclasses.replace(row, of=row.first.subject)
                 part.alarms += lab_alarms(named, part.title, part.links)
     part.say([kernel_rows.summary(kernel_rows.Row((first,)))])
