@@ -3,15 +3,14 @@ labs.
 
 It is the page that report_generator.py writes, with a choice of device, size, precision and
 versions. It is served on this machine only (127.0.0.1), needs no network, and shows new results as
-they are written. On a node without a browser, forward the
-port: ssh -L 8050:127.0.0.1:8050 NODE
+they are written. On a node without a browser, forward the port: ssh -L 8050:127.0.0.1:8050 NODE
 """
 
-import argparse
 import os
 import sys
 import threading
 import webbrowser
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,38 +21,28 @@ from workshop import errors  # noqa: E402
 if __name__ == "__main__":
     errors.begin()
 
-from workshop.arguments import parse  # noqa: E402
+from workshop.arguments import option, read  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 
-PORT = 8050
-NEEDS = ("jinja2", "matplotlib")
 
-
-def build_parser() -> argparse.ArgumentParser:
-    assert __doc__
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0 done (Ctrl-C ends the server), 2 wrong usage, 77 a package is "
-        "missing.",
-    )
-    add = parser.add_argument
-    add("--results", action="append", type=Path, metavar="DIR",
-        help="with results; may be repeated (default: results/)")  # fmt: skip
-    add("--port", type=int, default=PORT, help="0 for any that is free (default %(default)s)")
-    add("--no-browser", action="store_true", help="open no browser, only print the address")
-    return parser
+@dataclass
+class Options:
+    results: list[Path] | None = option("folders with results (default: results/)",
+                                        action="extend", metavar="DIR")  # fmt: skip
+    port: int = option("0 for any that is free", 8050)
+    no_browser: bool = option("open no browser, only print the address")
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse(build_parser(), argv)
-    return errors.exit_status(lambda: _show(arguments), interrupted="\nended")
+    options = read(Options, argv, description=__doc__, epilog="Exit status: 0 done (Ctrl-C ends "
+                   "the server), 2 wrong usage, 77 a package is missing.")  # fmt: skip
+    return errors.exit_status(lambda: _show(options), interrupted="\nended")
 
 
-def _show(arguments: argparse.Namespace) -> int:
-    errors.require(*NEEDS)
-    if not 0 <= arguments.port < 1 << 16:
-        raise WorkshopError(f"--port {arguments.port}: it must lie between 0 and 65535")
+def _show(options: Options) -> int:
+    errors.require("jinja2", "matplotlib")
+    if not 0 <= options.port < 1 << 16:
+        raise WorkshopError(f"--port {options.port}: it must lie between 0 and 65535")
     # These import torch, which --help does not need.
     import torch
 
@@ -62,21 +51,16 @@ def _show(arguments: argparse.Namespace) -> int:
     from workshop.show import server
 
     torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
-    collection = Collection(arguments.results or [results.DEFAULT_FOLDER])
-    with server.make_server(server.Results(collection), arguments.port) as running:
+    collection = Collection(options.results or [results.DEFAULT_FOLDER])
+    with server.make_server(server.Results(collection), options.port) as running:
         address = f"http://{server.HOST}:{running.server_port}/"
         print(f"{address}  (Ctrl-C ends it)", flush=True)
-        if not arguments.no_browser and _has_screen():
+        screen = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+        if not options.no_browser and (sys.platform != "linux" or screen):
+            # Without a screen a browser would take this terminal.
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         running.serve_forever()  # until Ctrl-C
     return errors.DONE
-
-
-def _has_screen() -> bool:
-    """Whether a browser would get a window, and not this terminal."""
-    return sys.platform != "linux" or bool(
-        os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    )
 
 
 if __name__ == "__main__":

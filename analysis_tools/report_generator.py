@@ -5,9 +5,8 @@ Your results come first, the workshop's reference results after them: each size'
 verdicts, what bounds a step and its kernels, with links to the result files. It needs no GPU.
 """
 
-import argparse
-import functools
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,49 +18,39 @@ from workshop import errors  # noqa: E402
 if __name__ == "__main__":
     errors.begin()
 
-from workshop.arguments import parse  # noqa: E402
+from workshop.arguments import option, read  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 
 if TYPE_CHECKING:
     from workshop.tables import Table
 
-PAGE, MARKDOWN = "report.html", "report.md"
-SHEET = ("my_results.html", "my_results.md")
-TITLE = "Training results"
-MOST_SHOWN = 50
+PAGE, SHEET = ("report.html", "report.md"), ("my_results.html", "my_results.md")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    assert __doc__
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0 done (broken result files are named in the report), 2 wrong usage\n"
-        "or nothing to report, 77 a package is missing, 130 interrupted.",
+@dataclass
+class Options:
+    results: list[Path] | None = option("folders with results (default: results/)",
+                                        action="extend", metavar="DIR")  # fmt: skip
+    output_dir: Path | None = option(
+        f"for {' and '.join(PAGE)} (default: results/report/)", metavar="DIR"
     )
-    add = parser.add_argument
-    folder = functools.partial(add, type=Path, metavar="DIR")
-    folder("--results", action="append", help="with results; may be repeated (default: results/)")
-    folder("--output-dir", help=f"for {PAGE} and {MARKDOWN} (default: results/report/)")
-    add("--title", default=TITLE, metavar="TEXT", help="of the report (default: %(default)s)")
-    add("--top", type=int, default=10, metavar="N", help="kernels a profile (default %(default)s)")
-    add("--sheet", action="store_true",
-        help=f"write {' and '.join(SHEET)} instead: your machine, exercises, times and labs filled "
-        "in, with room for your name and what you saw")  # fmt: skip
-    return parser
+    sheet: bool = option(
+        f"write {' and '.join(SHEET)} instead: your machine, exercises, times and labs filled in, "
+        "with room for your name and what you saw"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse(build_parser(), argv)
+    options = read(Options, argv, description=__doc__,
+        epilog="Exit status: 0 done (broken result files are named in the report), 2 wrong usage "
+        "or nothing to report, 77 a package is missing, 130 interrupted.")  # fmt: skip
     return errors.exit_status(
-        lambda: _report(arguments), interrupted="interrupted: what is written is whole"
+        lambda: _report(options), interrupted="interrupted: what is written is whole"
     )
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def _report(options: Options) -> int:
     errors.require("jinja2", "matplotlib", "rich")
-    if not 1 <= arguments.top <= MOST_SHOWN:
-        raise WorkshopError(f"--top {arguments.top}: it must lie between 1 and {MOST_SHOWN}")
     # These import torch, which --help does not need.
     import torch
     from rich.console import Console
@@ -72,33 +61,29 @@ def _report(arguments: argparse.Namespace) -> int:
     from workshop.show import page
 
     torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
-    collection = Collection(arguments.results or [results.DEFAULT_FOLDER])
-    folder = arguments.output_dir or results.DEFAULT_FOLDER / "report"
-    targets = [folder / name for name in (SHEET if arguments.sheet else (PAGE, MARKDOWN))]
-    if arguments.sheet and (kept := next((path for path in targets if path.exists()), None)):
+    collection = Collection(options.results or [results.DEFAULT_FOLDER])
+    folder = options.output_dir or results.DEFAULT_FOLDER / "report"
+    targets = [folder / name for name in (SHEET if options.sheet else PAGE)]
+    if options.sheet and (kept := next((path for path in targets if path.exists()), None)):
         raise WorkshopError(
             f"{kept} exists, and your notes may be in it: move it, or choose another --output-dir"
         )
-    named = f"results {', '.join(map(str, collection.folders))}"
     with Console(stderr=True).status("reading results") as status:
-
-        def progress(what: str) -> None:
-            status.update(Text(what))
-
         collection.refresh()
-        parts = page.read(collection, arguments.top)
-        if arguments.sheet:
-            texts = page.sheet(parts, folder, _exercises(collection.folders[0]))
-            if texts is None:
-                raise WorkshopError(f"{named}: no runs of yours; `make compare` makes some")
-            results.prepare_folder(folder)
-        else:
-            if not parts:
-                raise WorkshopError(f"{named}: no result in it; `make compare` makes some")
+        parts = page.read(collection)
+        texts = None
+        if parts:
             results.prepare_folder(folder)  # before the charts, which take time
-            made = page.make(parts, title=errors.printable(arguments.title), progress=progress)
-            markdown = page.markdown_page(made, folder)
-            texts = page.html_page(made, folder, progress=progress), markdown
+        if options.sheet:
+            texts = page.sheet(parts, folder, _exercises(collection.folders[0]))
+        elif parts:
+            made = page.make(parts, title="Training results")
+            html = page.html_page(made, folder, progress=lambda what: status.update(Text(what)))
+            texts = html, page.markdown_page(made, folder)
+    if texts is None:
+        what = "runs of yours" if options.sheet else "result in it"
+        named = ", ".join(map(str, collection.folders))
+        raise WorkshopError(f"results {named}: no {what}; `make compare` makes some")
     results.write_together(dict(zip(targets, texts, strict=True)))
     print(f"Written: {', '.join(map(str, targets))}")
     return errors.DONE

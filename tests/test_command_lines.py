@@ -105,7 +105,6 @@ GOOD = {
 OWN_NUMBERS = {"analysis_tools/regression_tester.py"}
 """Programs with a type of number of their own."""
 ANYTHING = {
-    ("analysis_tools/report_generator.py", "--title"),  # any text
     ("analysis_tools/roofline_analysis.py", "--results"),  # made when ceilings are measured
     ("workshop/exercises/__main__.py", "--results-dir"),  # made when progress is saved
     ("version4_pytorch_sdpa/exercises/production_deployment/plant_change.py", "--device"),

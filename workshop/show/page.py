@@ -112,8 +112,6 @@ class Part:
 
     title: str
     collection: Collection
-    top: int
-    """Kernels of each profile."""
     groups: list[Group] = field(init=False)
     others: list[Section] = field(init=False)
     """All sections but the ladders."""
@@ -132,7 +130,7 @@ class Part:
             sections.benchmark(path, runs, found.folders) for path, runs in found.kernels.items()
         ]
         self.others += costs
-        self.others += [sections.profile(one, found.folders, self.top) for one in found.profiles]
+        self.others += [sections.profile(one, found.folders) for one in found.profiles]
         self.rows = [*(row for group in self.groups for row in group.rows), *study_rows]
         self.lab_rows = [row for _, rows in of_labs for row in rows]
         self.broken += [(one.path, one.reason) for one in found.broken]
@@ -171,7 +169,7 @@ def _verdicts(of: str, found: Sequence[tuple[str, list[str]]]) -> Iterator[str]:
         yield f"{of}: {words} of {count(len(found), 'row')}; {also}."
 
 
-def read(collection: Collection, top: int = 10) -> list[Part]:
+def read(collection: Collection) -> list[Part]:
     """One's own results and the reference's, each as far as there are any."""
     theirs = {ROOT / "results" / REFERENCE, *(one / REFERENCE for one in collection.folders)}
 
@@ -180,7 +178,7 @@ def read(collection: Collection, top: int = 10) -> list[Part]:
 
     own = collection.only(lambda path: not is_reference(path))
     parts = [(OWN, own), (OTHERS, collection.only(is_reference))]
-    found = [Part(title, one, top) for title, one in parts]
+    found = [Part(title, one) for title, one in parts]
     return [part for part in found if part.groups or part.others or part.broken]
 
 
@@ -223,14 +221,8 @@ class Page:
         return {chart.name: chart for chart in found}
 
 
-def make(
-    parts: Sequence[Part],
-    choice: Choice = Choice(),
-    *,
-    title: str,
-    progress: Shown = lambda _: None,
-) -> Page:
-    """The page of a choice; `progress` is called with the name of each device."""
+def make(parts: Sequence[Part], choice: Choice = Choice(), *, title: str) -> Page:
+    """The page of a choice."""
     shelves: list[Shelf] = []
     groups: list[Group] = []
     for number, part in enumerate(parts, 1):
@@ -238,7 +230,6 @@ def make(
         groups += [] if groups else own
         devices: list[Device] = []
         for name in part.names:
-            progress(printable(name))
             its = [group for group in own if group.device == name]
             device = _device(name, its, part, choice)
             if device.sections:

@@ -42,7 +42,8 @@ LADDERS, STUDIES, LABS, KERNELS, PROFILES, OTHER = (
 """Kinds of sections, in the order of a page."""
 _KERNELS_IN_WORDS = 6
 """Kernels whose distance from their roofs is given in words."""
-_NAME_WIDTH = 60
+_HOT, _NAME_WIDTH = 10, 60
+"""Kernels of a hot list, and letters of a name."""
 
 
 @dataclass(frozen=True)
@@ -326,7 +327,7 @@ def _harness_cost(folder: Path) -> Section:
 # --- profiles ------------------------------------------------------------------------------------
 
 
-def profile(found: Profile, folders: Sequence[Path], top: int) -> Section:
+def profile(found: Profile, folders: Sequence[Path]) -> Section:
     """The head of a profile's hot list, its summary and its advice."""
     file = found.folder / kernel_file.JSON_FILE
     records = (place / RUN_FILE for place in (found.folder, found.folder.parent) if found.record)
@@ -336,7 +337,7 @@ def profile(found: Profile, folders: Sequence[Path], top: int) -> Section:
     part.links = tuple(Link(path.name, path) for path in (file, record) if path)
     if found.run:
         part.size, part.precision = printable(size_name(found.run)), found.run.precision
-    part.tables = [hot_list(found.table, top)]
+    part.tables = [hot_list(found.table, _HOT)]
     part.say((*show.summary(found.table), *found.table.warnings))
     for advice in advisor.advise(found.table, found.record):
         part.say([f"{advice.sentence} {advice.treatment}"])
