@@ -255,8 +255,8 @@ _TONES = {"red": "bad", "dim": "dim"}
 
 
 def html(table: Table, folder: Path | None) -> str:
-    """A <table> with its title as caption, without notes. Links are relative to a folder; without
-    one there are none, nor columns that have nothing else."""
+    """A <table> with its title as caption, without notes. Links are relative to a folder. Without
+    a folder links are left out, and so are columns of nothing but links."""
     if folder is None:
         filled = [i for i in range(len(table.header)) if any(line.cells[i] for line in table.lines)]
         table = table.columns(filled, left=[filled.index(i) for i in table.left if i in filled])

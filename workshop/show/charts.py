@@ -134,7 +134,7 @@ def draw_rows(rows: Sequence[Row]) -> Any:
 
 
 def rows_chart(name: str, rows: Sequence[Row], files: tuple[Path, ...]) -> Chart:
-    """`draw_rows` of rows that may be compared, of which one has a time."""
+    """`draw_rows` of rows that may be compared; one at least has a time."""
     alt = " ".join(kind(rows).alt for kind in (throughput, steps, memory))
     draw = functools.partial(draw_rows, rows)
     return Chart(name, "Throughput, time and memory", alt, files, draw, wide=True)

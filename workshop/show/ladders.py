@@ -107,7 +107,7 @@ def ladder_section(group: Group, folders: Sequence[Path]) -> Section:
         part.alarms += row_alarms(row, where, file_links(stored))
     timed = [one for row, stored in group.pairs() if row.step_ms for one in stored]
     if timed:
-        part.add_chart(charts.rows_chart("rows", group.rows, group.files))
+        part.charts.append(charts.rows_chart("rows", group.rows, group.files))
     part.charts += _losses(group)
     if timed:
         paths = [*dict.fromkeys(one.path for one in timed)]

@@ -73,7 +73,7 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class Choice:
-    """What a page shows; an empty field leaves everything."""
+    """The filters of a page; an empty field leaves everything."""
 
     device: str = ""
     size: str = ""
@@ -101,7 +101,7 @@ class Device:
     """Hardware, software, code and day."""
     charts: list[Chart]
     tables: list[Table]
-    """What was run, and the command lines."""
+    """The sessions, and the command lines."""
     sections: list[Section]
     anchor: str = ""
 
@@ -209,7 +209,7 @@ class Page:
 
     title: str
     sentences: list[str]
-    """What is here, what it says, what to do next."""
+    """Three: what is here, what it says, what to do next."""
     picture: Chart | None
     shelves: list[Shelf]
 
@@ -290,14 +290,17 @@ def headline(rows: Sequence[Row]) -> str:
 
 
 def _sentences(parts: Sequence[Part], shelves: Sequence[Shelf], shown: Group | None) -> list[str]:
-    """What is here, what it says, what to do next: a sentence each."""
+    """Three sentences: what is here, what it says, what to do next."""
     here = "; ".join(f"{part.title}: {', '.join(held(part.collection))}" for part in parts)
     own = next((part for part in parts if part.title == OWN), None)
     failed = [alarm for shelf in shelves if shelf.is_own for alarm in shelf.alarms]
     says = "No timed run of a version is shown."
     if shown:
         where = f"at {shown.size}, on {shown.device}"
-        best = headline(shown.rows) or "no version is significantly faster than V1"
+        tested = any(row.speedup_ci for row in shown.rows if row.version != BASELINE)
+        slow = "no version is significantly faster than V1"
+        once = "no speed-up has an interval, which takes two processes of each version"
+        best = headline(shown.rows) or (slow if tested else once)
         passed = sum(row.verdict == PASS for row in shown.rows)
         says = f"{best[0].upper()}{best[1:]}, {where}; {passed} of {count(len(shown.rows), 'row')} "
         says += "passed gate and audit."

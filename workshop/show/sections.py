@@ -73,9 +73,6 @@ class Section:
     anchor: str = ""
     """Unique on a page, which sets it."""
 
-    def add_chart(self, chart: Chart) -> None:
-        self.charts.append(chart)
-
     def say(self, lines: Iterable[str]) -> None:
         """Adds sentences, each once."""
         self.sentences = list(dict.fromkeys([*self.sentences, *map(printable, lines)]))
@@ -139,7 +136,7 @@ def add_roofline(
         alt = f"Roofline: {'; '.join(sentences(roofline, 6))}."
         draw = functools.partial(roofline_chart.picture, roofline, 12)
         heading = "How far from the chip's limits"
-        section.add_chart(
+        section.charts.append(
             Chart("roofline", heading, alt, tuple(files), draw, wide=True, as_png=True)
         )
 
@@ -201,10 +198,12 @@ def _study(
     ran: Sequence[tuple[Row | None, str, Callable[[RunResult], bool]]],
     stored: Sequence[StoredRun], words: str, draw: Callable[[], object],
 ) -> Section:  # fmt: skip
-    """Args:
-    ran: of each line of the table its row, its name, and the test for a run that is part of it.
+    """The section of a waterfall or a sweep.
+
+    Args:
+        ran: for each line of the table its row, its name, and the test for a run in it.
     """
-    own = [one_ for one_ in stored if one.includes(one_.run)]
+    own = [s for s in stored if one.includes(s.run)]
     files = [file_links(s for s in own if is_part(s.run)) for *_, is_part in ran]
     part = Section(STUDIES, one.device, printable(title), one.config, one.precision, intro=intro)
     for (row, label, _), links in zip(ran, files, strict=True):
@@ -214,7 +213,7 @@ def _study(
     part.say(table.notes)
     paths = tuple(dict.fromkeys(s.path for s in own))
     alt = printable(f"{one.title}: {words}.")
-    part.add_chart(Chart("study", table.title, alt, paths, draw, wide=True, as_png=True))
+    part.charts.append(Chart("study", table.title, alt, paths, draw, wide=True, as_png=True))
     return part
 
 
