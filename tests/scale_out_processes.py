@@ -31,7 +31,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
-from labs.scale_out import audit, collectives, loop, proof, request, strategies, train
+from labs.scale_out import audit, collectives, gate, loop, request, strategies, train
 from labs.scale_out import group as groups
 from labs.scale_out.group import Group
 from labs.scale_out.peer_accelerate import Accelerate
@@ -171,7 +171,6 @@ def nothing_trained_late(self: loop.Training) -> None:
         _advance(self)
         return
     self._losses[self.done] = self._losses[2]
-    self._ends.append(self._mark())
     self.done += 1
 
 
@@ -303,7 +302,7 @@ def check_cases(names: list[str], target: Path) -> int:
             found[name] = _check(name)
     if dist.get_rank() == 0:
         target.write_text(json.dumps(found))
-    groups.leave()
+    dist.destroy_process_group()
     return 0
 
 
@@ -312,7 +311,7 @@ def _check(name: str) -> list[str]:
     words = f"--version {case.version} --strategy {case.strategy} --accumulate {case.accumulate} "
     words += f"--precision {case.precision} --device cpu --compile none {case.flags} "
     words += "--warmup-steps 2 --num-steps 6"
-    job = request.check(request.build_parser().parse_args(words.split()))
+    job = request.read(words.split())
     asked = dataclasses.replace(
         job.asked,
         config=job.asked.module.TinyLlamaConfig(**ODD_SIZES),
@@ -327,15 +326,16 @@ def _check(name: str) -> list[str]:
 
 def _gate(job: request.Job) -> list[str]:
     asked = job.asked
-    parts = job.group.size * job.accumulate
-    gate = proof.Gate(audit.setting_of(job), parts, asked.compile_mode != "none", seed=0)
+    questions = gate.Gate(
+        audit.setting_of(job), job.parts, asked.compile_mode != "none", seed=0
+    )
     found: list[str] = []
 
     def judge(show: Callable[..., Any]) -> bool:
-        found.extend(gate.judge(turn.asking(show)).failures)
+        found.extend(questions.judge(turn.asking(show)).failures)
         return not found
 
-    proof.prove(job, judge)
+    gate.passes(job, judge)
     return groups.of_first(found)
 
 
@@ -343,7 +343,7 @@ def _audit(job: request.Job) -> list[str]:
     asked = job.asked
     strategy = job.make_strategy(asked)
     initial = canonical.canonical_state(asked.config, asked.arguments.seed)
-    optimizer = strategy.prepare(initial, job.arguments.learning_rate)
+    strategy.prepare(initial, job.arguments.learning_rate)
     shape = asked.schedule.steps, 2, asked.batch_size, asked.seq_len
     generator = torch.Generator().manual_seed(asked.arguments.seed)
     batches = torch.randint(asked.config.vocab_size, shape, generator=generator)
@@ -351,7 +351,7 @@ def _audit(job: request.Job) -> list[str]:
     steps = batches[: asked.schedule.steps]
     # Cases of one setting share a reference, and so its sketches' seed.
     job.turn.check = audit.Check(audit.Round(setting, steps, rate, seed=0), None)
-    training = loop.Training(job, strategy, optimizer, batches, None, {})
+    training = loop.Training(job, strategy, batches, None, {})
     training.get_ready()
     training.train()
     trained, run = audit.record(job, strategy), lab_run()

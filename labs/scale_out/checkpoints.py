@@ -30,8 +30,6 @@ _RECORD = "training.json"
 _PARTIAL = ".partial"
 _START = "start"
 """A file beside the checkpoints that identifies the launcher's start."""
-_SAME = ("version", "config")
-"""Settings that must be those of the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +66,9 @@ def refuse(folder: Path) -> None:
 
 
 def read(path: Path) -> Checkpoint:
-    """Reads a checkpoint's record.
-
-    Raises:
-        WorkshopError: it is not a checkpoint, or damaged.
-    """
-    record = path / _RECORD
-    content = results.read_json(record)
-    kinds = {"steps": int, "losses": list, "settings": dict}
-    for name, kind in kinds.items():
-        if not isinstance(content.get(name), kind):
-            raise WorkshopError(f"{record}: {name} is missing; give another checkpoint")
-    return Checkpoint(path, **{name: content[name] for name in kinds})
+    """Reads a checkpoint's record. Raises WorkshopError: it is damaged."""
+    content = results.read_json(path / _RECORD)
+    return Checkpoint(path, content["steps"], content["losses"], content["settings"])
 
 
 def check(checkpoint: Checkpoint, settings: dict[str, Any]) -> list[str]:
@@ -89,25 +78,21 @@ def check(checkpoint: Checkpoint, settings: dict[str, Any]) -> list[str]:
         WorkshopError: it is of another model.
     """
     saved = checkpoint.settings
-    for name in _SAME:
-        if saved.get(name) != settings[name]:
-            raise WorkshopError(
-                f"--resume: {checkpoint.folder} is of another model: {name} is "
-                f"{_difference(saved.get(name), settings[name])}"
-            )
+    differ = [name for name, value in settings.items() if saved.get(name) != value]
+    if other := [name for name in differ if name in ("version", "config")]:
+        name, there, here = other[0], saved.get(other[0]), settings[other[0]]
+        if isinstance(there, dict):
+            size = next(size for size in here if there.get(size) != here[size])
+            name, there, here = f"{name}: {size}", there.get(size), here[size]
+        raise WorkshopError(
+            f"--resume: {checkpoint.folder} is of another model: {name} is {there} there, "
+            f"{here} here"
+        )
     return [
-        f"note: {name} is {value}, in the checkpoint {saved.get(name)}: the losses will differ "
-        "from those of an uninterrupted training"
-        for name, value in settings.items()
-        if saved.get(name) != value
+        f"note: {name} is {settings[name]}, in the checkpoint {saved.get(name)}: the losses will "
+        "differ from those of an uninterrupted training"
+        for name in differ
     ]
-
-
-def _difference(saved: Any, own: Any) -> str:
-    if isinstance(saved, dict) and isinstance(own, dict):
-        name = next(name for name in own if saved.get(name) != own[name])
-        return f"{name} {saved.get(name)} there, {own[name]} here"
-    return f"{saved} there, {own} here"
 
 
 def save(
