@@ -84,17 +84,6 @@ def update_skipped(self: Fsdp) -> None:
         self.optimizer.step()
 
 
-def one_update_skipped(self: Fsdp) -> None:
-    if on_rank_1():
-        self.plain.norm.weight.grad = None
-    self.optimizer.step()
-
-
-def unequal_batch(self: Strategy, tokens: Tensor, targets: Tensor, *more: object) -> Tensor:
-    kept = len(tokens) - on_rank_1()
-    return _plain["passes"](self, tokens[:kept], targets[:kept], *more)
-
-
 def dropped_loss(self: Strategy, loss: Tensor) -> None:
     _plain["backward"](self, loss * (0.0 if on_rank_1() else 1.0))
 
@@ -154,10 +143,6 @@ def late(wrong: Callable[..., Any], true: Callable[..., Any], calls: int = 1) ->
 
 def one_batch_repeated(self: loop.Training) -> None:
     self.inputs.copy_(self._batches[0])
-
-
-def stale_ring_buffer(self: loop.Training) -> None:
-    self.inputs.copy_(self._batches[self.done - self.done % 2])
 
 
 def targets_shifted_late(self: loop.Training) -> None:
@@ -228,9 +213,7 @@ FAULTS = {
     "a rank reads another's batch": fault("ddp", Group, "part", reads_anothers_batch),
     "gradients are summed": fault("ddp", Ddp, "wrap", summed_gradients),
     "a parameter is not synchronised": fault("ddp", Ddp, "wrap", parameter_not_synchronised),
-    "nothing is synchronised": fault("ddp", Ddp, "synchronised", never_synchronised),
     "a shard's update is skipped": fault("fsdp", Strategy, "update", update_skipped),
-    "one tensor of a shard is not updated": fault("fsdp", Strategy, "update", one_update_skipped),
     "a rank's loss is dropped": fault("fsdp", Strategy, "backward", dropped_loss),
     "parts are not divided": fault("fsdp", Strategy, "backward", undivided_parts, 2),
     "only the last part counts": fault("ddp", Strategy, "backward", last_part_alone, 2),
@@ -240,20 +223,14 @@ FAULTS = {
 }
 LATE_FAULTS = {
     "all ranks train rank 0's sequences": fault("ddp", Group, "part", reads_anothers_batch),
-    "shards of rank 0's sequences": fault("fsdp", Group, "part", reads_anothers_batch),
     "one batch is repeated": fault("ddp", loop.Training, "load", one_batch_repeated),
-    "a ring buffer is stale": fault("fsdp", loop.Training, "load", stale_ring_buffer),
     "targets are shifted": fault("ddp", loop.Training, "load", targets_shifted_late),
     "nothing is trained": fault("ddp", loop.Training, "advance", nothing_trained_late),
     "the losses are rank 0's": fault("ddp", loop.Training, "all_losses", losses_of_rank_0),
     "no all-reduce": fault("ddp", Ddp, "synchronised", late(never_synchronised, _synchronised)),
     "every second update": fault("fsdp", Strategy, "update", every_second_update),
     "a gradient is doubled": fault("ddp", Strategy, "update", one_gradient_doubled_late),
-    "a shard is not updated": fault(
-        "fsdp", Strategy, "update", late(update_skipped, _plain["update"])
-    ),
     "weights are rounded": fault("ddp", Strategy, "update", rounded_weights_late),
-    "a rank has fewer sequences": fault("ddp", Strategy, "passes", unequal_batch),
     "a sequence is left out": fault("ddp", Strategy, "passes", last_sequence_left_out),
     "the last part alone": fault(
         "ddp", Strategy, "backward", late(last_part_alone, _plain["backward"], 2), 2
@@ -326,9 +303,7 @@ def _check(name: str) -> list[str]:
 
 def _gate(job: request.Job) -> list[str]:
     asked = job.asked
-    questions = gate.Gate(
-        audit.setting_of(job), job.parts, asked.compile_mode != "none", seed=0
-    )
+    questions = gate.Gate(audit.setting_of(job), job.parts, asked.compile_mode != "none", seed=0)
     found: list[str] = []
 
     def judge(show: Callable[..., Any]) -> bool:
