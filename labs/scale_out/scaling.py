@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from labs.scale_out import collectives, strategies
+from labs.scale_out import collectives
 from labs.scale_out.request import LAB
 from workshop import labs
 from workshop.compare.tables import Line, Table, number
@@ -57,15 +57,13 @@ def scaling_table(rows: Sequence[LabRow]) -> Table:
 
 
 def summary(device: str, sessions: Iterable[Sequence[LabRow]]) -> Table:
-    """The newest row of each training, number of processes and scaling, of one device, but for
-    strategies that the lab no longer has. A row's one process is that of its own session."""
+    """The newest row of each training, number of processes and scaling, of one device.
+    A row's one process is that of its own session."""
     newest: dict[tuple[str, str, int, str], list[str]] = {}
     for rows in sessions:
         for row in rows:
             run = row.first
             if run.unit != "tokens" or run.processes == 1 or run.status == "skipped":
-                continue
-            if run.options["strategy"] not in strategies.NAMES:
                 continue
             its = [one for one in rows if one.first.subject == run.subject]
             name, n, scale, batch, *measured, _, verdict = cells(row, its)

@@ -63,7 +63,7 @@ FP8_MULTIPLE = 4
 """The same in fp8 for all losses and last gradients. Training carries fp8's large roundings on, so
 that V1's own error is a matter of luck: on an H200 at small and medium, in 144 runs with 3 to 15
 seeds of each size and recipe, V2, V3 and V4 are up to 2.9 times as far off as V1
-(results/reference/nvidia_h200/prototypes/audit_fp8.jsonl). With MULTIPLE 14 of these runs failed.
+(experiments/prototypes_h200/audit_fp8.jsonl). With MULTIPLE 14 of these runs failed.
 What fp8 then hides: a gradient of half the size, a rate 5% too high, most single steps lost. A run
 in bf16 shows them."""
 

@@ -110,7 +110,7 @@ interpreter, which cuts bf16 where it should round, do not: V3 there is up to 6 
 SCALE_MULTIPLE_FP8 = 3.0
 """MULTIPLE for the scale of one gradient at fp8, where V1's own is a matter of luck: on an H200 at
 small, with 2 to 4 seeds of each recipe, V2, V3 and V4 are up to 0.093 off where V1 is 0.036
-(results/reference/nvidia_h200/prototypes/gate_fp8.jsonl). One layer's that is 1.2 times as long is
+(experiments/prototypes_h200/gate_fp8.jsonl). One layer's that is 1.2 times as long is
 0.17 to 0.19 off and red, where 0.09 to 0.12 is allowed; 1.1 times as long it passes."""
 
 SMALL_PARAMETERS = 5_000_000
