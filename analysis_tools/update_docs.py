@@ -306,13 +306,15 @@ def _range(values: Sequence[float], unit: str) -> str:
 
 
 def _worth(runs: list[RunResult], ladders: list[list[Row]]) -> dict[str, str]:
-    """The parts of WORTH; empty where nothing of their kind was measured."""
-    falls = waterfall.build(runs)
-    sweeps = [one for axis in sweep.AXES.values() for one in sweep.build(runs, axis)]
+    """The parts of WORTH; empty where nothing of their kind was measured. The other sizes, axes and
+    precisions are in the files beside the pictures and in the full report."""
+    falls = [one for one in waterfall.build(runs) if one.config == LADDER_CONFIGS[-1]]
+    sweeps = [one for axis in sweep.AXES.values() for one in sweep.build(runs, axis)][:1]
+    compiled = [row for rows in ladders for row in rows if row.startup_s]
     return {
         WATERFALLS: _study("waterfall", map(tables.waterfall_table, falls)) if falls else "",
         SWEEPS: _study("sweep*", map(tables.sweep_table, sweeps)) if sweeps else "",
-        STARTUP: _startup([row for rows in ladders for row in rows if row.startup_s]),
+        STARTUP: _startup([row for row in compiled if row.precision == LADDER_PRECISION]),
     }
 
 
