@@ -25,9 +25,8 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
 import torch
 
-from workshop import errors, records, results, versions
+from workshop import errors, records, results, tables, versions
 from workshop.arguments import count, parse
-from workshop.compare import tables
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.kernels import rows
 from workshop.kernels.calls import Setting
