@@ -5,7 +5,6 @@ import fcntl
 import functools
 import gc
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from labs.scale_out.checkpoints import Checkpoint
 from labs.scale_out.request import Job
 from labs.scale_out.strategies import Strategy
 from workshop import errors, labs, records, request, results
-from workshop.errors import WorkshopError
 from workshop.gate import canonical
 from workshop.gate.audit import summary
 from workshop.labs import LabRun
@@ -46,7 +44,7 @@ def _prove_and_train(job: Job) -> int:
     asked, arguments, group = job.asked, job.arguments, job.group
     batches, data = request.load_data(asked)
     settings = _settings(job, data)
-    start = _start(job, settings)
+    start = checkpoints.start(job, settings)
     results.prepare_folder(arguments.output_dir)
     if arguments.trace:
         results.prepare_file(arguments.trace, "--trace")
@@ -165,43 +163,6 @@ def _settings(job: Job, data: dict[str, str | int]) -> dict[str, Any]:
         "precision": asked.precision.name,
         "data": data.get("sha256", data["name"]),
     }
-
-
-def _start(job: Job, settings: dict[str, Any]) -> Checkpoint | None:
-    """The checkpoint to continue from, the same for all processes; None to start at the first step.
-
-    Raises:
-        WorkshopError: there is none, it does not fit, or it has all steps and this is no restart;
-            or the folder of a new training has checkpoints of another one.
-    """
-    arguments, folder = job.arguments, job.arguments.checkpoints
-    if not (arguments.resume or arguments.save_every):
-        return None
-    if arguments.save_every:
-        results.prepare_folder(folder, "--checkpoints")
-    again = groups.of_first(checkpoints.is_again(folder, job.group))
-    path = groups.of_first(next(reversed(checkpoints.complete_ones(folder)), None))
-    if path is None and arguments.resume and not again:
-        raise WorkshopError(f"--resume: there is no complete checkpoint in --checkpoints {folder}")
-    if path is not None and not (arguments.resume or again):
-        if job.group.is_first:
-            checkpoints.refuse(folder)
-        raise WorkshopError(
-            f"--checkpoints {folder} has {path.name} of another training: go on from it with "
-            "--resume, or give another folder"
-        )
-    start, steps = checkpoints.read(path) if path else None, job.asked.schedule.steps
-    if start:
-        for sentence in checkpoints.check(start, settings):
-            print(sentence, file=sys.stderr)
-        if start.steps >= steps and not again:
-            raise WorkshopError(
-                f"--resume: {start.folder} has {start.steps} steps, and --warmup-steps and "
-                f"--num-steps make {steps}: nothing is left to train; raise --num-steps"
-            )
-    if job.group.is_first and arguments.save_every:
-        checkpoints.begin(folder, job.group)
-    return start
 
 
 def _parts(job: Job) -> str:
