@@ -84,6 +84,13 @@ def update_skipped(self: Fsdp) -> None:
         self.optimizer.step()
 
 
+def last_bit_differs(self: Strategy) -> None:
+    _plain["update"](self)
+    if on_rank_1():
+        weight = self.plain.norm.weight.data
+        weight[0] = torch.nextafter(weight[0], torch.tensor(9.0))
+
+
 def dropped_loss(self: Strategy, loss: Tensor) -> None:
     _plain["backward"](self, loss * (0.0 if on_rank_1() else 1.0))
 
@@ -214,6 +221,7 @@ FAULTS = {
     "gradients are summed": fault("ddp", Ddp, "wrap", summed_gradients),
     "a parameter is not synchronised": fault("ddp", Ddp, "wrap", parameter_not_synchronised),
     "a shard's update is skipped": fault("fsdp", Strategy, "update", update_skipped),
+    "a copy differs in its last bit": fault("ddp", Strategy, "update", last_bit_differs),
     "a rank's loss is dropped": fault("fsdp", Strategy, "backward", dropped_loss),
     "parts are not divided": fault("fsdp", Strategy, "backward", undivided_parts, 2),
     "only the last part counts": fault("ddp", Strategy, "backward", last_part_alone, 2),

@@ -210,7 +210,10 @@ def curve(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_one_process_trains_as_the_version_does(
     curve: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main([*RUN, *of_steps(STEPS), "--output-dir", str(tmp_path)]) == 0
+    saved = ["--save-every", "3", "--checkpoints", str(tmp_path / "saved")]
+    assert train.main([*RUN, *of_steps(STEPS), *saved, "--output-dir", str(tmp_path)]) == 0
+    names = sorted(path.name for path in tmp_path.glob("saved/step_*"))
+    assert names == ["step_00000006", "step_00000008"]
     run, said = the_run(tmp_path), capsys.readouterr().out
     assert run.losses == curve and len(curve) == STEPS
     assert (run.units_per_step, run.metrics["processes"], len(run.step_ms)) == (64, 1, STEPS - 2)

@@ -82,6 +82,21 @@ def test_what_is_not_measured_is_asked_for(taken: str, says: str, tmp_path: Path
     assert says in f"{item.what} {item.why}"
 
 
+def test_runs_with_other_work_are_not_compared(tmp_path: Path) -> None:
+    shutil.copytree(solution(EFFICIENCY)["results"], tmp_path / "mine")
+
+    def twice(run: LabRun) -> LabRun:
+        if "1 process, 1 sequence" in run.variant:
+            run.metrics["sequences"] = 2
+        return run
+
+    change(tmp_path / "mine", twice)
+    (item,) = checked(
+        EFFICIENCY, answers=solution(EFFICIENCY)["answers"], results=tmp_path / "mine"
+    )
+    assert "1 process: not measured yet" in f"{item.what} {item.why}"
+
+
 @pytest.mark.parametrize(
     ("slowed", "factors", "ok", "says"),
     [
