@@ -19,18 +19,19 @@ from torch import Tensor
 
 from labs.data_pipeline import (
     documents,
+    gate,
     loop,
     make_dataset,
+    measure_pipeline,
     measure_rung,
+    peers,
     profiling,
-    proof,
     rungs,
-    slow,
 )
 from labs.data_pipeline.formats import FORMATS, PACKED, Folder
+from labs.data_pipeline.gate import Check, PlainLoop
 from labs.data_pipeline.loop import Batch, Loop, Settings, Source
-from labs.data_pipeline.measure_pipeline import _plan, build_parser, main
-from labs.data_pipeline.proof import Check, PlainLoop
+from labs.data_pipeline.measure_pipeline import build_parser, main
 from labs.data_pipeline.reference import Asked
 from workshop import labs, records
 from workshop.errors import NotOnThisMachine, WorkshopError
@@ -369,8 +370,9 @@ def test_a_process_that_answers_nothing_does_not_pass(
 
 def test_a_process_has_a_time_for_each_step(made: Path, plain: PlainLoop) -> None:
     """More times, each shorter, would add up to the same clock."""
-    arguments = build_parser().parse_args(["--epochs", "2", "--workers", "1", "--device", "cpu"])
-    take_times = _plan(arguments, "1-worker", plain, "s", []).take_times
+    words = "--epochs 2 --workers 1 --batch-size 8 --device cpu"
+    arguments = build_parser().parse_args(words.split())
+    take_times = measure_pipeline.plan(arguments, "1-worker", plain, "s").take_times
     take_times(run := lab_run(), [[1.0] * 5 + [3.0] * 5])
     assert run.step_ms == [1.0, 3.0]
     with pytest.raises(Closed, match="20 times of 10 steps"):
@@ -381,9 +383,9 @@ def test_a_process_has_a_time_for_each_step(made: Path, plain: PlainLoop) -> Non
 def test_steps_that_the_loss_scale_leaves_out(
     made: Path, plain: PlainLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    courses: list[proof.Course] = []
-    true = proof.Course
-    monkeypatch.setattr(proof, "Course", lambda *m: courses.append(true(*m)) or courses[-1])
+    courses: list[gate.Course] = []
+    true = gate.Course
+    monkeypatch.setattr(gate, "Course", lambda *m: courses.append(true(*m)) or courses[-1])
     ready = start(made, amp=True)
     ready.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
     found = judged(ready, plain)
@@ -425,12 +427,12 @@ def test_each_rung_changes_one_setting() -> None:
 
 def test_slow_storage_waits_at_each_open(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(slow.time, "sleep", waits.append)
+    monkeypatch.setattr(peers.time, "sleep", waits.append)
     if not (made / "images.zip").exists():
         make_dataset.pack(made, FORMATS["zip"])
     for key, opens in (("png", 6), ("zip", 1)):
         waits.clear()
-        dataset = slow.SlowOpens(FORMATS[key](made), 5)
+        dataset = peers.SlowOpens(FORMATS[key](made), 5)
         plain = FORMATS[key](made)
         for index in (1, 2, 3) * 2:
             assert torch.equal(dataset[index][0], plain[index][0])

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from labs.data_pipeline import make_dataset
 from labs.data_pipeline.formats import Folder
-from labs.data_pipeline.slow import SlowOpens
+from labs.data_pipeline.peers import SlowOpens
 from workshop import records
 from workshop.labs import LabRun
 

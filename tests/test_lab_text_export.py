@@ -115,7 +115,7 @@ def test_an_export_that_ends_early_leaves_what_was_there(tmp_path, monkeypatch, 
         assert not list(tmp_path.iterdir())
     assert train_and_export.main(command) == errors.DONE
     assert train_and_export.main(command) == errors.WRONG_USAGE
-    assert "has a model of 1 steps: give --replace" in capsys.readouterr().err
+    assert "has a model: give --replace" in capsys.readouterr().err
     command.append("--replace")
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with monkeypatch.context() as patch:
@@ -154,8 +154,8 @@ def test_ctrl_c_saves_what_is_trained(tmp_path) -> None:
         ("--precision fp16", "precision fp16: the CPU does not have it"),
         ("--text-file {tmp}/none", "--text-file {tmp}/none does not exist"),
         ("--data {tmp}/short", "short has 3 bytes, fewer than a sequence"),
-        ("--output-dir {tmp}", "--output-dir {tmp} has other files in it: name a new folder"),
-        ("--output-dir {tmp}/short", "--output-dir {tmp}/short is a file: name a folder"),
+        ("--output-dir {tmp}", "--output-dir {tmp} has other content: name a new folder"),
+        ("--output-dir {tmp}/short", "--output-dir {tmp}/short has other content: name a new"),
         ("--output-dir {tmp}/short/model", "output folder {tmp}/short can't be written"),
     ],
 )

@@ -73,11 +73,9 @@ def test_gone_new_slower_faster_by_step() -> None:
     ("before", "after", "kind"),
     [
         (40.0, 42.0, "slower"),
-        (40.0, 38.0, "faster"),
         (40.0, 41.1, None),  # 2.8% of its own time
         (2.0, 2.9, None),  # 0.9% of all kernels'
         (2.0, 3.1, "slower"),
-        (0.0, 0.0, None),
     ],
 )
 def test_noise_is_no_change(before, after, kind) -> None:
@@ -99,10 +97,8 @@ def operators(**fields: object) -> KernelTable:
     ("changes", "kind"),
     [
         ({"total_ns": 9e6, "max_ns": 2e6}, None),  # the slow calls alone were faster
-        ({"total_ns": 300e6, "min_ns": 1.7e6}, None),
         ({"total_ns": 300e6, "min_ns": 1.8e6}, "slower"),
         ({"total_ns": 12e6, "min_ns": 0.5e6}, "faster"),
-        ({"total_ns": 12e6, "min_ns": 2e6}, None),  # which of the two?
         ({"total_ns": 12e6, "min_ns": None}, "faster"),
         ({"total_ns": 61e6, "min_ns": 5e6}, None),  # 0.8% of all
         ({"total_ns": 9e6, "calls": 10}, "faster"),  # another program

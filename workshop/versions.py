@@ -14,6 +14,19 @@ from workshop.errors import NotOnThisMachine, WorkshopError
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@dataclass
+class Sizes:
+    """The fields of `TinyLlamaConfig` that parameters, FLOPs and memory follow from. The counts of
+    run/flops.py take a `TinyLlamaConfig` as well."""
+
+    vocab_size: int
+    hidden_dim: int
+    intermediate_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+
+
 @dataclass(frozen=True)
 class Version:
     """One rung of the ladder, or a peer."""

@@ -26,11 +26,11 @@ class Rung:
     """The rung that it changes; ALONE for the first of a ladder, to which all others of it are
     compared."""
     words: str
-    """Says the change, for the table."""
+    """The change, for the table."""
     change: dict[str, Any] = field(default_factory=dict)
     """New values of fields of Settings."""
     needs_gpu: str = ""
-    """Why."""
+    """Why it needs one, if it does."""
 
 
 RUNGS = (
@@ -114,9 +114,6 @@ def check(name: str, device: torch.device, workers: int) -> None:
         raise NotOnThisMachine(f"torch.compile needs {missing}")
 
 
-# --- rows of results -----------------------------------------------------------------------------
-
-
 def place(row: LabRow) -> int:
-    """In the ladder."""
+    """The place of a row of results in the ladder."""
     return [*BY_NAME].index(row.first.variant)

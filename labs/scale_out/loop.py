@@ -22,9 +22,10 @@ from labs.scale_out.strategies import Strategy
 from workshop import errors, labs, records, request, results
 from workshop.gate import canonical
 from workshop.gate.audit import summary
+from workshop.judge import lab_record
 from workshop.labs import LabRun
 from workshop.results import FAIL, NOT_AUDITED, PASS
-from workshop.run import flops, lab_record, markers, presets, startup, trainer
+from workshop.run import flops, markers, presets, startup, trainer
 from workshop.run.timing import StepClock, median, spread
 
 HIDDEN = ("--output-dir", "--checkpoints", "--text-file", "--local_rank", "--trace")

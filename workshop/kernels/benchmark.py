@@ -1,6 +1,6 @@
 """Times V3's kernels and other implementations, forward and backward; correct ones only.
 
-Rivals are each operation's plain version, PyTorch's own operation, torch.compile of the
+The others are each operation's plain version, PyTorch's own operation, torch.compile of the
 plain version, and Liger-Kernel where it is installed. First all results and gradients are compared
 with the plain version in fp64, and later those of a timed call; one that is wrong gets a red row
 and no times. Rates are shown with what a large copy or product reaches on the same device in the
@@ -28,13 +28,14 @@ import torch
 from workshop import errors, records, results, tables, versions
 from workshop.arguments import count, parse
 from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.judge import lab_record
 from workshop.kernels import rows
 from workshop.kernels.calls import Setting
 from workshop.kernels.cases import OPS, OURS, PLAIN, draw_cases, make_cases
 from workshop.kernels.measure import Judge
 from workshop.kernels.rows import Row
 from workshop.labs import KERNELS
-from workshop.run import hardware, interpreter, lab_record
+from workshop.run import hardware, interpreter
 from workshop.run.precision import get_precision
 
 DEFAULT_FOLDER = results.DEFAULT_FOLDER / "kernels"
@@ -108,7 +109,7 @@ def _benchmark(arguments: argparse.Namespace) -> int:
     if interrupted:
         print("interrupted: the table holds what was completed", file=sys.stderr)
         return errors.INTERRUPTED
-    ours_failed = any(row.failed for row in measured if row.contender == OURS)
+    ours_failed = any(row.failed for row in measured if row.implementation == OURS)
     return errors.ANSWER_IS_NO if ours_failed else errors.DONE
 
 

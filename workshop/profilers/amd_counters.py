@@ -10,11 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from workshop.profilers.names import printable
-from workshop.profilers.reading import NoNumber, number
 from workshop.profilers.table import Kernel
 
-_MOST = 2.0**64
-"""No counter of the hardware's counts further."""
 _LANES = 64
 """Work-items of a wave: a vector instruction counts once for all of them."""
 _MFMA_UNIT = 512
@@ -93,16 +90,13 @@ class Counters:
         self._ambiguous = 0
         self._lengths_unknown = False
 
-    def add(self, kernel: str, counter: str, value: str | float | None) -> None:
-        """Adds a counter's value for one dispatch, or for one channel in it. Raises NoNumber: it is
-        none that a counter could have."""
-        counter, counted = printable(counter), number(value)
-        if not 0 <= counted <= _MOST:
-            raise NoNumber(f"{counter} is {value!r:.40}")
+    def add(self, kernel: str, counter: str, value: float) -> None:
+        """Adds a counter's value, at least 0, for one dispatch, or for one channel in it."""
+        counter = printable(counter)
         self._collected.add(_CHANNEL.sub("", counter))
         of_kernel = self._sums.setdefault(printable(kernel), {})
         total, dispatches = of_kernel.get(counter, (0.0, 0))
-        of_kernel[counter] = total + counted, dispatches + 1
+        of_kernel[counter] = total + value, dispatches + 1
 
     def __bool__(self) -> bool:
         return bool(self._collected)

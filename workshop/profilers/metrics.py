@@ -3,6 +3,7 @@ sentences rest on, and how they are written."""
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from functools import cached_property
 
 from workshop.labs import LabRun
@@ -202,6 +203,10 @@ class Figures:
         where = " on the CPU" if self.on_host else ""
         return f"{ns / self.total_ns:.0%} of the {self.calls}' time{where}"
 
+    def share(self, ns: float) -> str:
+        """As in "62% of the kernels' time (12.4 ms a step)"."""
+        return f"{self.of_all(ns)} ({self.time(ns)})"
+
     def time(self, ns: float) -> str:
         """As in "12.4 ms a step"; "124 ms", of all of them, where the steps are not known."""
         return f"{duration(ns / self.steps)} a step" if self.steps else duration(ns)
@@ -224,6 +229,14 @@ def group(kernel: Kernel) -> str:
 
 def is_product(kernel: Kernel) -> bool:
     return kernel.category in ("GEMM", "attention")
+
+
+def calls_of(kernels: Iterable[Kernel]) -> int:
+    return sum(kernel.calls for kernel in kernels)
+
+
+def time_of(kernels: Iterable[Kernel]) -> float:
+    return sum(kernel.total_ns for kernel in kernels)
 
 
 def duration(ns: float) -> str:

@@ -1,6 +1,5 @@
 """The one table that every profiler's output becomes."""
 
-import dataclasses
 import math
 from bisect import bisect_right
 from collections import defaultdict
@@ -300,11 +299,3 @@ def timeline(intervals: Iterable[tuple[float, float]]) -> Timeline | None:
             busy += end - max(start, reached)
             reached = end
     return Timeline(span_ns=reached - first, busy_ns=busy, calls=len(ordered))
-
-
-def as_records(table: KernelTable) -> list[dict[str, str | float | int | None]]:
-    """The kernels as rows of plain values, for CSV and JSON."""
-    return [
-        dataclasses.asdict(kernel) | {"mean_ns": kernel.mean_ns, "share": table.share(kernel)}
-        for kernel in table.kernels
-    ]

@@ -33,7 +33,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workshop import versions
-from workshop.run.flops import ModelSizes, matmul_flops
+from workshop.run.flops import matmul_flops
+from workshop.versions import Sizes
 
 TENSORWISE, ROWWISE = "tensorwise", "rowwise"
 TILE = 16
@@ -265,7 +266,7 @@ class _Operations(TorchDispatchMode):
 
 
 def share_in_float8(
-    model: nn.Module, config: ModelSizes, autocast: AbstractContextManager[None]
+    model: nn.Module, config: Sizes, autocast: AbstractContextManager[None]
 ) -> float:
     """Share of the products of the blocks' linear layers, forward and backward, that runs in fp8:
     1 if all do, more where sizes are padded. It trains nothing, but runs a few tokens through the

@@ -48,11 +48,12 @@ from workshop import (  # noqa: E402
 )
 from workshop.arguments import count, parse  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
+from workshop.judge import lab_record  # noqa: E402
 from workshop.labs import LabRow, LabRun  # noqa: E402
 from workshop.results import FAIL, PASS, SKIPPED, Parity  # noqa: E402
 from workshop.roofline import ceilings, model  # noqa: E402
 from workshop.roofline.model import COMPUTE, DATA_SHEET, MEMORY, Point, Roofline  # noqa: E402
-from workshop.run import hardware, lab_record, timing  # noqa: E402
+from workshop.run import hardware, timing  # noqa: E402
 from workshop.run.precision import Precision, get_precision, kept_matmul_mode  # noqa: E402
 from workshop.run.timing import StepClock  # noqa: E402
 from workshop.tables import Line, Table  # noqa: E402
@@ -295,9 +296,9 @@ def write(runs: list[LabRun], folder: Path) -> list[Path]:
     contents: dict[Path, results.Content] = {folder / "ops.md": markdown}
     picture, drawn = folder / "roofline.png", roofline(runs)
     if importlib.util.find_spec("matplotlib") and drawn.points:
-        from workshop.roofline import figures
+        from workshop.show import roofline_chart
 
-        contents[picture] = lambda path: figures.draw(drawn, path, labels=len(drawn.points))
+        contents[picture] = lambda path: roofline_chart.draw(drawn, path, labels=len(drawn.points))
     results.write_together(contents, gone=[picture])
     return [path, *contents]
 

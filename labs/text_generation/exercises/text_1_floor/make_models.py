@@ -18,13 +18,13 @@ if __name__ == "__main__":
 
 import torch
 
-from labs.text_generation import export, measure_engines, request
+from labs.text_generation import export, lm_gen, measure_engines
 from workshop import errors, results
 from workshop.arguments import parse
 from workshop.errors import WorkshopError
 from workshop.run import hardware
 
-FOLDER = results.DEFAULT_FOLDER / request.LAB / "floor"
+FOLDER = results.DEFAULT_FOLDER / lm_gen.LAB / "floor"
 NEW = 32
 """Tokens that each prompt is continued by."""
 VOCABULARY = 256

@@ -1,0 +1,441 @@
+"""Draws a roofline: a PNG for a projector, and its points in a table."""
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workshop.profilers.metrics import digits
+from workshop.profilers.names import display_name
+from workshop.profilers.picture import COLOURS as KERNEL_COLOURS
+from workshop.roofline import model
+from workshop.roofline.model import COMPUTE, MAIN_MEMORY, MEASURED, MEMORY, Point, Roofline, share
+from workshop.tables import Line as TableLine
+from workshop.tables import Table
+
+COLOURS = KERNEL_COLOURS | {
+    "step": "#222222",
+    "forward": "#3B7DD8",
+    "backward": "#E07B39",
+    "AdamW": "#5AA469",
+    "numbers": "#0072B2",
+}
+"""By category: a kernel's as in other pictures, a step's parts as in the comparisons'."""
+MOST_DRAWN = 200
+"""Points in a picture. Those that follow are the shortest kernels."""
+WIDTH, HEIGHT, DPI = 1600, 900, 100
+"""Size of the PNG, in pixels."""
+_FLAG = "#B3261E"
+_CEILING_COLOURS = dict.fromkeys(model.ORIGINS, "#1A1F24") | {MEASURED: "#9C2C77"}
+_LEFT, _INSIDE, _RIGHT = -1, 0, 1
+"""Where a point is drawn: at its intensity, or at an edge of the plot."""
+_MARKERS = {_LEFT: "<", _INSIDE: "o", _RIGHT: ">"}
+"""By edge."""
+_LEVELS = {"L2": "s", "L1": "D"}
+"""Markers of points in the plot whose bytes are those of a cache."""
+_EDGES = {_LEFT: "no operations, or not counted", _RIGHT: "no bytes, or not counted"}
+_X_TITLE, _Y_TITLE = "arithmetic intensity, FLOP per byte of memory traffic", "FLOP/s"
+_FONT_SIZE, _LONGEST_NAME = 13, 36
+_SMALLEST_AREA, _LARGEST_AREA = 60.0, 1500.0
+"""Areas of a marker, in square points: the least that is visible, and that of the longest time."""
+_LOWEST_INTENSITY, _HIGHEST_INTENSITY = 1e-3, 1e6
+_LEFT_OUT = 1e5
+"""Points further below the highest roof are drawn at the lower edge."""
+
+
+# --- where things are ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class View:
+    """Limits of the axes: FLOP a byte, and FLOP a second."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+
+    def place(self, point: Point) -> tuple[float, float, int] | None:
+        """x, y and edge of a point. Without operations (or their count) it is at the left edge, as
+        far below the memory's roof there as its bandwidth is below the memory's; without bytes at
+        the right edge. None for a point without either."""
+        left, right = self.x[0] * 1.12, self.x[1] / 1.12
+        intensity = point.intensity
+        if point.flops_per_s and (intensity is None or intensity > right):
+            return right, max(point.flops_per_s, self.y[0]), _RIGHT
+        if point.bytes_per_s and (not point.flops_per_s or (intensity or 0) < left):
+            return left, max(point.bytes_per_s * left, self.y[0]), _LEFT
+        if not point.flops_per_s or intensity is None:
+            return None
+        return intensity, max(point.flops_per_s, self.y[0]), _INSIDE
+
+
+@dataclass(frozen=True)
+class Line:
+    """A ceiling as a straight line on the logarithmic axes."""
+
+    text: str
+    origin: str
+    kind: str
+    is_main: bool
+    """Whether it is the main memory's or a compute ceiling, and no cache's."""
+    start: tuple[float, float]
+    end: tuple[float, float]
+
+    @property
+    def colour(self) -> str:
+        return _CEILING_COLOURS[self.origin]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point as it is drawn."""
+
+    rank: int
+    point: Point
+    x: float
+    y: float
+    edge: int
+    area: float
+    """In square points: in proportion to its time; all alike where no times are known, and at the
+    caches."""
+    implausible: bool
+
+    @property
+    def radius(self) -> float:
+        """In pixels of the PNG."""
+        return math.sqrt(self.area / math.pi) * DPI / 72
+
+    @property
+    def marker(self) -> str:
+        inside = _LEVELS.get(self.point.level, _MARKERS[_INSIDE])
+        return inside if self.edge == _INSIDE else _MARKERS[self.edge]
+
+    @property
+    def is_lower_bound(self) -> bool:
+        """Whether it may lie further left."""
+        return self.point.at_least and self.edge == _INSIDE
+
+    @property
+    def edge_colour(self) -> str:
+        return _FLAG if self.implausible else "white"
+
+
+def view(roofline: Roofline) -> View:
+    """Around all points and the ridges where the roofs meet, with room for labels."""
+    main = [c for c in roofline.ceilings if c.kind == COMPUTE or c.name == MAIN_MEMORY]
+    bandwidths = [ceiling.rate for ceiling in main if ceiling.kind == MEMORY]
+    rates = [ceiling.rate for ceiling in main if ceiling.kind == COMPUTE]
+    shown = [point.intensity for point in roofline.points]
+    xs = [x for x in shown if x and _LOWEST_INTENSITY < x < _HIGHEST_INTENSITY]
+    xs += [rate / bandwidth for rate in rates for bandwidth in bandwidths]
+    x = min(xs, default=1.0) / 4, max(xs, default=100.0) * 8
+    frame = View(x, (0.0, math.inf))
+    ys = [place[1] for point in roofline.points if (place := frame.place(point))]
+    top = max([*ys, *rates, *(b * x[0] for b in bandwidths)], default=1e12)
+    bottom = max(min([*ys, top / 100]), top / _LEFT_OUT)
+    return View(x, (bottom / 2, top * 3))
+
+
+def lines(roofline: Roofline, frame: View) -> list[Line]:
+    """All ceilings: of each origin the memory's levels up to the highest compute ceiling, and from
+    where the main memory's meets it each rate; precisions with the same rate as one line."""
+    found = []
+    for origin in model.ORIGINS:
+        own = [ceiling for ceiling in roofline.ceilings if ceiling.origin == origin]
+        memories = [ceiling for ceiling in own if ceiling.kind == MEMORY]
+        by_rate: dict[float, list[str]] = {}
+        for ceiling in own:
+            if ceiling.kind == COMPUTE:
+                by_rate.setdefault(ceiling.rate, []).append(ceiling.name)
+        highest = max(by_rate, default=frame.y[1])
+        for memory in memories:
+            start = max(frame.x[0], frame.y[0] / memory.rate)
+            end = min(frame.x[1], highest / memory.rate)
+            ends = (start, start * memory.rate), (end, end * memory.rate)
+            is_main = memory.name == MAIN_MEMORY
+            found.append(Line(model.ceiling_text(memory), origin, MEMORY, is_main, *ends))
+        main = max((m.rate for m in memories if m.name == MAIN_MEMORY), default=math.inf)
+        for rate, names in by_rate.items():
+            ends = (max(frame.x[0], rate / main), rate), (frame.x[1], rate)
+            text = f"{', '.join(names)} {model.rate_text(rate, COMPUTE)}"
+            found.append(Line(text, origin, COMPUTE, True, *ends))
+    return found
+
+
+def marks(roofline: Roofline, frame: View) -> list[Mark]:
+    """The first points, but those that have no place."""
+    longest = max((p.seconds for p in roofline.points if p.seconds), default=None)
+    found = []
+    for rank, point in enumerate(roofline.points[:MOST_DRAWN], 1):
+        part = (point.seconds or 0.0) / longest if longest else 0.2
+        # A kernel's points at the caches are small, or they would cover each other.
+        size = _LARGEST_AREA if point.level == MAIN_MEMORY else 0.0
+        area = max(_SMALLEST_AREA, size * part)
+        if place := frame.place(point):
+            found.append(Mark(rank, point, *place, area, bool(model.exceeded(roofline, point))))
+    return found
+
+
+Spot = tuple[float, float]
+_SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
+"""Places beside a marker: how far right and up."""
+_HALF_NUMBER = 12.0, 9.0
+"""Half the width and height of a number, in pixels."""
+
+
+def number_spots(
+    markers: Sequence[tuple[float, float, float]], corner: Spot, reaches: Sequence[int], most: int
+) -> list[Spot | None]:
+    """Where the numbers of the first markers have room: on no other number, and if possible on no
+    marker; None where there is none.
+
+    Args:
+        markers: x, y and radius of each, in pixels from the plot's lower left corner.
+        corner: the plot's upper right one.
+        reaches: distances to try, in pixels between a marker and its number.
+    """
+    width, height = _HALF_NUMBER
+    found: list[Spot | None] = []
+
+    def overlaps(spot: Spot, others: Iterable[tuple[float, float, float, float]]) -> bool:
+        """Others are x, y, and half their width and height."""
+        return any(
+            abs(spot[0] - x) < width + w and abs(spot[1] - y) < height + h for x, y, w, h in others
+        )
+
+    for x, y, radius in markers[:most]:
+        numbers = [(*other, *_HALF_NUMBER) for other in found if other]
+        spots = [
+            (x + across * (radius + reach + width), y + up * (radius + reach + height))
+            for reach in reaches
+            for across, up in _SIDES
+        ]
+        free = [
+            spot
+            for spot in spots
+            if width <= spot[0] <= corner[0] - width and height <= spot[1] <= corner[1] - height
+            if not overlaps(spot, numbers)
+        ]
+        circles = [(a, b, r, r) for a, b, r in markers]
+        beside = (spot for spot in free if not overlaps(spot, circles))
+        found.append(next(beside, free[0] if free else None))
+    return found
+
+
+def _categories(drawn: Sequence[Mark]) -> list[str]:
+    present = {mark.point.category for mark in drawn}
+    return [category for category in COLOURS if category in present]
+
+
+# --- the PNG -------------------------------------------------------------------------------------
+
+
+def draw(roofline: Roofline, target: Path, *, labels: int = 12) -> None:
+    """Writes a PNG of WIDTH by HEIGHT pixels; the first `labels` points have a number, which a list
+    beside the plot explains."""
+    with warnings.catch_warnings():
+        # A name in a script that the font does not have is drawn as boxes.
+        warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
+        picture(roofline, labels).savefig(target, format="png", dpi=DPI)
+
+
+def picture(roofline: Roofline, labels: int) -> Any:
+    """The roofline as a matplotlib Figure."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    frame = view(roofline)
+    drawn, ceilings = marks(roofline, frame), lines(roofline, frame)
+    figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI)
+    axes = figure.add_axes(
+        (0.06, 0.16, 0.46, 0.76), xscale="log", yscale="log", xlim=frame.x, ylim=frame.y
+    )
+    size = _FONT_SIZE + 1
+    axes.spines[["right", "top"]].set_visible(False)
+    axes.grid(which="major", color="#E3E6EA", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=size)
+    axes.set_xlabel(_X_TITLE, fontsize=size)
+    axes.set_ylabel(_Y_TITLE, fontsize=size)
+    axes.yaxis.set_major_formatter(EngFormatter())
+    axes.xaxis.set_major_formatter("{x:,.10g}")
+    _write(figure, 0.012, 0.965, display_name(roofline.heading, 110), fontsize=17,
+           fontweight="bold")  # fmt: skip
+    _draw_ceilings(axes, ceilings)
+    _draw_marks(axes, drawn)
+    _number(axes, drawn, labels)
+    _explain(figure, roofline, labels)
+    _draw_legend(figure, drawn, dict.fromkeys(line.origin for line in ceilings))
+    return figure
+
+
+def _write(figure: Any, x: float, y: float, text: str, **style: Any) -> None:
+    figure.text(x, y, text, **{"va": "center", "fontsize": _FONT_SIZE, "parse_math": False} | style)
+
+
+def _draw_ceilings(axes: Any, ceilings: Sequence[Line]) -> None:
+    for line in ceilings:
+        axes.plot(
+            *zip(line.start, line.end, strict=True),
+            color=line.colour,
+            linestyle="--" if line.origin == MEASURED else "-",
+            linewidth=2.2 if line.is_main else 1.2,
+            zorder=2,
+        )
+    for kind in model.KINDS:
+        own = sorted((line for line in ceilings if line.kind == kind), key=lambda one: -one.end[1])
+        lowest = math.inf
+        for line in own:
+            right, end = axes.transData.transform(line.end)
+            # Each a line of text below the one before, or at its own height.
+            lowest = min(end, lowest - 1.6 * _FONT_SIZE)
+            if kind == COMPUTE:  # beside the plot
+                spot, anchor = (right + 22, lowest), "left"
+                axes.annotate(
+                    "", (right + 20, lowest), xytext=(right + 2, end),
+                    xycoords="figure pixels", textcoords="figure pixels",
+                    arrowprops={"arrowstyle": "-", "color": line.colour},
+                )  # fmt: skip
+            else:  # above its own line, where no point is
+                height = axes.transData.inverted().transform((0, lowest))[1]
+                bandwidth = line.end[1] / line.end[0]
+                left = axes.transData.transform((height / bandwidth, height))[0]
+                spot, anchor = (left - 8, lowest), "right"
+            axes.annotate(
+                line.text, spot, xycoords="figure pixels", ha=anchor, va="center",
+                color=line.colour, fontsize=_FONT_SIZE, annotation_clip=False, parse_math=False,
+                zorder=2,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+            )  # fmt: skip
+
+
+def _draw_marks(axes: Any, drawn: Sequence[Mark]) -> None:
+    for mark in drawn:
+        axes.scatter(
+            mark.x,
+            mark.y,
+            s=mark.area,
+            marker=mark.marker,
+            color=COLOURS[mark.point.category],
+            alpha=0.85,
+            edgecolors=mark.edge_colour,
+            linewidths=2.5 if mark.implausible else 1.0,
+            zorder=4 - mark.area / (2 * _LARGEST_AREA),  # the smaller in front
+            clip_on=False,
+        )
+        if mark.is_lower_bound:
+            x, y = axes.transData.transform((mark.x, mark.y))
+            axes.annotate(
+                "", (x - mark.radius - 30, y), xytext=(x - mark.radius, y),
+                xycoords="figure pixels", textcoords="figure pixels", zorder=3,
+                arrowprops={"arrowstyle": "->", "color": "#8A939C"},
+            )  # fmt: skip
+
+
+def _number(axes: Any, drawn: Sequence[Mark], labels: int) -> None:
+    (left, bottom), (right, top) = axes.get_window_extent().get_points()
+    pixels = [axes.transData.transform((mark.x, mark.y)) for mark in drawn]
+    markers = [(x - left, y - bottom, m.radius) for (x, y), m in zip(pixels, drawn, strict=True)]
+    most = sum(mark.rank <= labels for mark in drawn)
+    spots = number_spots(markers, (right - left, top - bottom), range(2, 280, 14), most)
+    for mark, pixel, found in zip(drawn, pixels, spots, strict=False):
+        if found:
+            x, y = found
+            axes.annotate(
+                str(mark.rank), pixel, xytext=(left + x, bottom + y), xycoords="figure pixels",
+                textcoords="figure pixels", ha="center", va="center", fontsize=_FONT_SIZE,
+                fontweight="bold", zorder=6, annotation_clip=False,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
+                arrowprops={"arrowstyle": "-", "color": "#8A939C", "shrinkB": mark.radius * 0.72},
+            )  # fmt: skip
+
+
+def _explain(figure: Any, roofline: Roofline, labels: int) -> None:
+    """A list of the numbered points beside the plot, each with its share of its roof."""
+    _write(figure, 0.768, 0.915, "of roof" if roofline.ceilings else "", fontsize=11, ha="right")
+    for rank, point in enumerate(roofline.points[:labels], 1):
+        height = 0.915 - min(0.042, 0.75 / labels) * rank
+        roof = roofline.roof(point)
+        _write(figure, 0.735, height, str(rank), fontweight="bold", ha="right")
+        _write(figure, 0.768, height, f"{share(point, roof):.0%}" if roof else "", ha="right")
+        _write(figure, 0.775, height, display_name(point.label, _LONGEST_NAME), fontsize=11)
+
+
+def _draw_legend(figure: Any, drawn: Sequence[Mark], origins: Iterable[str]) -> None:
+    from matplotlib.lines import Line2D
+
+    grey, present = "#777777", {mark.edge for mark in drawn}
+    entries: dict[str, dict[str, Any]] = {
+        name: {"marker": "o", "color": COLOURS[name]} for name in _categories(drawn)
+    }
+    entries |= {
+        text: {"marker": _MARKERS[edge], "color": grey}
+        for edge, text in _EDGES.items()
+        if edge in present
+    }
+    levels = {mark.point.level for mark in drawn if mark.edge == _INSIDE}
+    entries |= {
+        f"bytes at {level}": {"marker": marker, "color": grey}
+        for level, marker in _LEVELS.items()
+        if level in levels
+    }
+    if any(mark.is_lower_bound for mark in drawn):
+        entries["bytes are a lower bound"] = {"marker": "$\\leftarrow$", "color": grey}
+    if any(mark.implausible for mark in drawn):
+        entries["above a limit: implausible"] = {
+            "marker": "o", "color": "white", "markeredgecolor": _FLAG, "markeredgewidth": 2.5
+        }  # fmt: skip
+    if any(mark.point.seconds for mark in drawn):
+        entries["area: time"] = {}
+    for origin in origins:
+        style = "--" if origin == MEASURED else "-"
+        entries[origin] = {"color": _CEILING_COLOURS[origin], "linestyle": style, "linewidth": 2.2}
+    plain: dict[str, Any] = {"linestyle": "", "markersize": 11}
+    handles = [Line2D([], [], label=label, **plain | look) for label, look in entries.items()]
+    figure.legend(
+        handles=handles, loc="lower center", ncols=min(len(handles), 6), frameon=False,
+        fontsize=_FONT_SIZE, handletextpad=0.4, columnspacing=1.6,
+    )  # fmt: skip
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+_HEADER = (
+    "", "name", "category", "ms", "share", "FLOP/B", "GB/s", "GFLOP/s", "roof", "of roof",
+    "of measured",
+)  # fmt: skip
+_WORDS, _WIDE = ("name", "category", "roof"), ("category", "ms", "of measured")
+"""Columns of words, and those that only a wide terminal shows."""
+_LONGEST_IN_TABLE = 20
+
+
+def table(roofline: Roofline, most: int) -> Table:
+    """The first points in words and numbers, without the columns that none of them fills."""
+    lines = [TableLine(_cells(roofline, i, p)) for i, p in enumerate(roofline.points[:most], 1)]
+    left = len(roofline.points) - most
+    notes = [f"and {left} more, in roofline.csv"] if left > 0 else []
+    kept = [i for i in range(len(_HEADER)) if any(line.cells[i] != "-" for line in lines)]
+    names = [_HEADER[i] for i in kept]
+    words, wide = ([i for i, name in enumerate(names) if name in its] for its in (_WORDS, _WIDE))
+    whole = Table(roofline.heading, _HEADER, lines, notes)
+    return whole.columns(kept, left=words, only_wide=wide)
+
+
+def _cells(roofline: Roofline, rank: int, point: Point) -> list[str]:
+    roof = roofline.roof(point)
+    measured = roofline.measured(point, roof.kind) if roof else None
+    below, above = ("≤ ", "≥ ") if point.at_least else ("", "")
+    return [
+        str(rank),
+        display_name(point.label, _LONGEST_IN_TABLE),
+        point.category,
+        "-" if point.seconds is None else f"{point.seconds * 1e3:,.3f}",
+        "-" if point.share is None else f"{point.share:.1%}",
+        "-" if point.intensity is None else below + digits(point.intensity),
+        "-" if point.bytes_per_s is None else above + digits(point.bytes_per_s / 1e9),
+        "-" if point.flops_per_s is None else digits(point.flops_per_s / 1e9),
+        roof.kind if roof else "-",
+        f"{share(point, roof):.0%}" if roof else "-",
+        f"{share(point, measured):.0%}" if measured else "-",
+    ]
