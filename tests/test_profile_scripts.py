@@ -24,14 +24,7 @@ from typing import Any
 import pytest
 from conftest import HANGS_S
 
-from workshop.profilers import (
-    amd_counters,
-    kernel_file,
-    ncu,
-    programs,
-    run_all,
-    summary,
-)
+from workshop.profilers import amd_counters, kernel_file, ncu, programs, run_all, summary
 from workshop.profilers.table import Kernel, KernelTable
 
 ROOT = Path(__file__).resolve().parents[1]

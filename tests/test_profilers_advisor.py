@@ -128,10 +128,7 @@ def test_the_rate_of_products_is_that_of_the_models_operations() -> None:
 
 
 def test_counters_come_before_the_models_operations() -> None:
-    kernels = [
-        kernel("GEMM", 20, 10.0, flops=6.0e12),
-        kernel("elementwise", 20, 5.0, bytes=12e9),
-    ]
+    kernels = [kernel("GEMM", 20, 10.0, flops=6.0e12), kernel("elementwise", 20, 5.0, bytes=12e9)]
     found = advise(table(kernels, 15.0, steps=1), record("v4"))
     sentence = find(found, "GEMM-bound").sentence
     assert "The profiler counted 6 TFLOP in 10 ms of it: 600 TFLOP/s, 61% of the 989" in sentence

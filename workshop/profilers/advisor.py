@@ -2,7 +2,7 @@
 names the version of the workshop, or the lab's flag, that treats it.
 
 A profile shows what ran, not why. So a sentence claims no more than its figures do, and where the
-table does not have them (no timeline, no marker ranges, no counters) there is none.
+table does not have them (no timeline, no marker ranges, no counters) there is no sentence.
 
 A rule returns (finding, sentence, time at stake in ns), or None where it finds nothing. The finding
 that bounds the run gets "-bound" at its end.
@@ -221,8 +221,7 @@ def _severed_gradient(figures: Figures) -> Found | None:
         f"{reached.tensors_with_grad:,} of {reached.tensors_total:,} tensors, received one. The "
         "step trains only that part of the model."
     )
-    # All of the time is at stake: no other finding is larger.
-    line = figures.table.timeline
+    line = figures.table.timeline  # all of the time is at stake: no other finding is larger
     return "severed-gradient", sentence, max(figures.total_ns, line.span_ns if line else 0.0)
 
 
@@ -501,7 +500,9 @@ def _device_copies(figures: Figures) -> Found | None:
 
 
 def _materialised_attention(figures: Figures) -> Found | None:
-    ns = time_of(k for k in figures.table.kernels if _is_attentions_softmax(k.name[:_LONGEST]))
+    names = ((kernel, kernel.name[:_LONGEST]) for kernel in figures.table.kernels)
+    softmax = ((kernel, name) for kernel, name in names if _SOFTMAX.search(name))
+    ns = time_of(kernel for kernel, name in softmax if not _LOG_SOFTMAX.search(name))
     small = ns <= 0 or _is_small(figures, "materialised-attention", ns)
     if figures.groups_ns["attention"] or small:
         return None
@@ -516,10 +517,6 @@ def _materialised_attention(figures: Figures) -> Found | None:
     return "materialised-attention", sentence, ns
 
 
-def _is_attentions_softmax(name: str) -> bool:
-    return bool(_SOFTMAX.search(name)) and not _LOG_SOFTMAX.search(name)
-
-
 def _optimizer(figures: Figures) -> Found | None:
     unfused = is_unfused(figures.table)
     ns, passes = time_of(unfused), ""
@@ -532,20 +529,15 @@ def _optimizer(figures: Figures) -> Found | None:
         ns = figures.groups_ns["optimizer"]
     else:
         return None
-    sentence = f"the optimizer's update takes {figures.share(ns)}{passes}.{_least_update(figures)}"
+    sentence = f"the optimizer's update takes {figures.share(ns)}{passes}."
+    if figures.sizes and figures.peaks:
+        each, rate = flops.ADAMW_BYTES_PER_PARAMETER, figures.peaks.bandwidth_gbs
+        moved = flops.parameter_count(figures.sizes) * each
+        sentence += (
+            f" AdamW must move {each} bytes a parameter, {digits(moved / 1e9)} GB: "
+            f"{duration(moved / rate)} at the data sheet's {digits(rate)} GB/s."
+        )
     return "optimizer", sentence, ns
-
-
-def _least_update(figures: Figures) -> str:
-    """Least time of an update, where the model and the chip are known."""
-    if figures.sizes is None or figures.peaks is None:
-        return ""
-    each, rate = flops.ADAMW_BYTES_PER_PARAMETER, figures.peaks.bandwidth_gbs
-    moved = flops.parameter_count(figures.sizes) * each
-    return (
-        f" AdamW must move {each} bytes a parameter, {digits(moved / 1e9)} GB: "
-        f"{duration(moved / rate)} at the data sheet's {digits(rate)} GB/s."
-    )
 
 
 def _host_copies(figures: Figures) -> Found | None:

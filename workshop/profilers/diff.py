@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from workshop.results import RunResult
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 LEAST_CHANGE = 0.03
 """Share of a kernel's own time: one run's kernels differ that much from the next one's, by the
 clock of the GPU and by what happens to lie in its cache."""
@@ -39,25 +39,6 @@ _NAME_WIDTH = 60
 _INDUCTOR = re.compile(r"(triton_[a-z]+_fused_\w*?)_\d+")
 """The compiler numbers the kernels of a graph: one more before it, and the same kernel has another
 name."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """One table's figures, in the difference's unit. Times in ns."""
-
-    path: str
-    tool: str
-    device: str | None
-    steps: int | None
-    kernels_ns: float
-    """Sum of all kernels' times."""
-    launches: float
-    busy_ns: float | None
-    """Busy time of the GPU, and the time between: None where the tool has no timeline."""
-    idle_ns: float | None
-    categories_ns: dict[str, float]
-    warnings: list[str]
-    """Sentences: what could not be read, what the figures leave out."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +62,10 @@ class Change:
 class TableDiff:
     """From table `a` to table `b`."""
 
+    a: KernelTable
+    b: KernelTable
     unit: str
     """Unit of the figures: "step" where both tables have the steps, else "profile"."""
-    what: str
-    """Kind of the tables' lines: "kernel", or a CPU's "operator"."""
-    a: Side
-    b: Side
     changes: list[Change]
     """The largest difference first; kernels whose difference is noise are not among them."""
     unchanged: int
@@ -96,12 +75,28 @@ class TableDiff:
     notes: list[str]
     """Sentences: why the two may not be comparable."""
 
+    @property
+    def what(self) -> str:
+        """Kind of the tables' lines: "kernel", or a CPU's "operator"."""
+        return self.a.what
+
+    def figures(self, table: KernelTable) -> dict[str, float]:
+        """Calls and times in ns of `a` or `b`, in the unit; the GPU's where the tool has a
+        timeline."""
+        per, line = _units(table, self.unit), table.timeline
+        found: dict[str, float] = {"calls": table.launches, f"all {self.what}s": table.total_ns}
+        if line:
+            found |= {"GPU busy": line.busy_ns, "GPU idle": line.idle_ns}
+        found |= {f"  {name}": ns for name, ns in table.category_ns().items()}
+        return {name: value / per for name, value in found.items()}
+
+
+def _units(table: KernelTable, unit: str) -> float:
+    return float(table.steps or 1) if unit == "step" else 1.0
+
 
 def compare(
-    a: KernelTable,
-    b: KernelTable,
-    run_a: RunResult | None = None,
-    run_b: RunResult | None = None,
+    a: KernelTable, b: KernelTable, run_a: RunResult | None = None, run_b: RunResult | None = None
 ) -> TableDiff:
     """Changes from `a` to `b`: per step where both have their steps, else in all.
 
@@ -119,8 +114,8 @@ def compare(
         raise WorkshopError(
             f"{a.path} holds {a.what}s and {b.path} {b.what}s: compare two profiles of one kind"
         )
-    by_step = bool(a.steps and b.steps)
-    of_a, of_b = (float(table.steps or 1) if by_step else 1.0 for table in (a, b))
+    unit = "step" if a.steps and b.steps else "profile"
+    of_a, of_b = _units(a, unit), _units(b, unit)
     least_ns = LEAST_SHARE * max(a.total_ns / of_a, b.total_ns / of_b)
     timed = not any(run is not None and run.interpreted for run in (run_a, run_b))
     in_a, in_b = _by_key(a.kernels, b.kernels), _by_key(b.kernels, a.kernels)
@@ -135,21 +130,22 @@ def compare(
             if a.what == "operator":
                 differs = _differs_on_host(change, before, after)
             changes += [change] if differs else []
-    return TableDiff(
-        unit="step" if by_step else "profile",
-        what=a.what,
-        a=_side(a, of_a),
-        b=_side(b, of_b),
-        changes=sorted(changes, key=lambda c: (-abs(c.difference_ns), c.name)),
-        unchanged=len(pairs) - len(changes),
-        timed=timed,
-        notes=list(_notes(a, b, timed)),
-    )
+    changes.sort(key=lambda change: (-abs(change.difference_ns), change.name))
+    unchanged = len(pairs) - len(changes)
+    return TableDiff(a, b, unit, changes, unchanged, timed, list(_notes(a, b, timed)))
 
 
 def as_json(diff: TableDiff) -> dict[str, Any]:
     """The difference as plain values."""
-    return {"schema_version": SCHEMA_VERSION} | dataclasses.asdict(diff)
+    sides = {
+        side: {"path": str(table.path), "tool": table.tool, "device": table.device}
+        | {"steps": table.steps, "warnings": table.warnings, "figures": diff.figures(table)}
+        for side, table in (("a", diff.a), ("b", diff.b))
+    }
+    facts = {"unit": diff.unit, "what": diff.what, "timed": diff.timed, "notes": diff.notes}
+    changes = [dataclasses.asdict(change) for change in diff.changes]
+    facts |= {"unchanged": diff.unchanged, "changes": changes}
+    return {"schema_version": SCHEMA_VERSION} | facts | sides
 
 
 def _by_key(kernels: list[Kernel], others: list[Kernel]) -> dict[tuple[str, bool], Kernel]:
@@ -186,22 +182,6 @@ def _differs_on_host(change: Change, before: Kernel, after: Kernel) -> bool:
     return longer.min_ns > LEAST_HOST_FACTOR * shorter.min_ns
 
 
-def _side(table: KernelTable, per: float) -> Side:
-    line = table.timeline
-    return Side(
-        path=str(table.path),
-        tool=table.tool,
-        device=table.device,
-        steps=table.steps,
-        kernels_ns=table.total_ns / per,
-        launches=table.launches / per,
-        busy_ns=line.busy_ns / per if line else None,
-        idle_ns=line.idle_ns / per if line else None,
-        categories_ns={name: ns / per for name, ns in table.category_ns().items()},
-        warnings=table.warnings,
-    )
-
-
 def _notes(a: KernelTable, b: KernelTable, timed: bool) -> Iterator[str]:
     if not timed:
         yield (
@@ -236,13 +216,14 @@ def render(diff: TableDiff, limit: int = 20) -> RenderableType:
     from rich.text import Text
 
     parts: list[RenderableType] = []
-    for label, side in (("A", diff.a), ("B", diff.b)):
-        parts += [Text(f"{label}: {printable(side.path)}"), *render_warnings(side.warnings)]
+    for label, table in (("A", diff.a), ("B", diff.b)):
+        parts += [Text(f"{label}: {printable(str(table.path))}"), *render_warnings(table.warnings)]
     totals = _table(f"in all, a {diff.unit}", "", "A", "B", "change")
-    for name, a, b, style in _totals(diff):
-        if a is not None or b is not None:
-            cells = ("-" if value is None else style.format(value) for value in (a, b))
-            totals.add_row(name, *cells, _relative(a, b))
+    a, b = diff.figures(diff.a), diff.figures(diff.b)
+    totals.add_row(f"{diff.what} calls", *_pair(a, b, "calls", _calls))
+    for name in (a | b) if diff.timed else ():
+        if name != "calls":
+            totals.add_row(f"{name}, ms", *_pair(a, b, name, _ms))
     parts.append(totals)
     if diff.changes:
         columns = ("", diff.what, "calls A", "B", "ms A", "B", "change")
@@ -258,25 +239,14 @@ def render(diff: TableDiff, limit: int = 20) -> RenderableType:
     return Group(*parts, Text("\n".join([*_left_out(diff, limit), *notes])))
 
 
-def _totals(diff: TableDiff) -> Iterator[tuple[str, float | None, float | None, str]]:
-    """(name, A, B, format) of each figure."""
-    a, b = diff.a, diff.b
-    whole = a.launches == int(a.launches) and b.launches == int(b.launches)
-    calls = "{:,.0f}" if whole or min(a.launches, b.launches) >= 10 else "{:,.1f}"
-    yield f"{diff.what} calls", a.launches, b.launches, calls
-    if not diff.timed:
-        return
-    figures = {
-        f"all {diff.what}s": (a.kernels_ns, b.kernels_ns),
-        "GPU busy": (a.busy_ns, b.busy_ns),
-        "GPU idle": (a.idle_ns, b.idle_ns),
-    } | {
-        f"  {name}": (a.categories_ns.get(name, 0.0), b.categories_ns.get(name, 0.0))
-        for name in a.categories_ns | b.categories_ns
-    }
-    for name, pair in figures.items():
-        before, after = (None if ns is None else ns / 1e6 for ns in pair)
-        yield f"{name}, ms", before, after, "{:,.3f}"
+def _pair(
+    a: dict[str, float], b: dict[str, float], name: str, form: Callable[[float], str]
+) -> tuple[str, str, str]:
+    """A figure of both sides, and its change; a category that a side does not have took no time."""
+    missing = 0.0 if name.startswith(" ") else None
+    before, after = a.get(name, missing), b.get(name, missing)
+    first, second = ("-" if value is None else form(value) for value in (before, after))
+    return first, second, _relative(before, after)
 
 
 def _table(title: str, *headings: str) -> Table:

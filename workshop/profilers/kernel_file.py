@@ -44,7 +44,7 @@ def recognises_json(start: str) -> bool:
 
 
 def hint(columns: list[str]) -> str | None:
-    """What to read instead of CSV_FILE, which has these columns; None for other files."""
+    """The file to read instead of CSV_FILE, which has these columns; None for other files."""
     where = f"{JSON_FILE}, written beside it, is the one to be read"
     return f"a kernel table for spreadsheets: {where}" if columns == _CSV_COLUMNS else None
 

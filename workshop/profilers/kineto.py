@@ -120,7 +120,7 @@ class _Run:
         self.steps = sorted(next((self.ranges[n] for n in _STEP_RANGES if n in self.ranges), []))
 
     def busiest(self) -> list[Event]:
-        """What the GPU that worked longest ran; nothing without one."""
+        """Events of the GPU that worked longest; none without a GPU."""
         return max(self.devices.values(), key=lambda ran: sum(one.ns for one in ran), default=[])
 
     def drop_before_steps(self) -> list[Event]:

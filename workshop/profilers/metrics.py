@@ -45,6 +45,7 @@ class Figures:
     Attributes:
         steps: training steps in the profile; None where they are not known.
         on_host: whether these are a CPU's operators, which launch nothing.
+        launch_calls: the host's calls that launch one kernel each; `graph_launches` a graph each.
         run: the record of a version; `lab` that of a lab. None for another program's profile.
         needed_flops: operations of the products in all these steps, causal attention counted by
             half; None where model or steps are not known.
@@ -57,6 +58,7 @@ class Figures:
         self.steps = table.steps or _recorded_steps(table, record)
         self.total_ns, self.launches = table.total_ns, table.launches
         self.on_host = table.what == "operator"
+        self.launch_calls, self.graph_launches = map(self.host_calls, (_LAUNCH, _GRAPH_LAUNCH))
         self.needed_flops = self._needed_flops()
 
     # --- where the kernels' time goes ---
@@ -120,28 +122,17 @@ class Figures:
     def line_launches(self) -> int:
         """Kernels in the timeline, which is that of one device."""
         line = self.table.timeline
-        return line.calls or self.launches if line else self.launches
+        return (line and line.calls) or self.launches
 
     @property
     def gap_ns(self) -> float:
         """Between two kernels, on average; 0 without a timeline."""
-        line = self.table.timeline
-        return line.idle_ns / self.line_launches if line else 0.0
+        return line.idle_ns / self.line_launches if (line := self.table.timeline) else 0.0
 
     @property
     def pace_ns(self) -> float:
         """From the start of a kernel to that of the next one, on average; 0 without a timeline."""
-        line = self.table.timeline
-        return line.span_ns / self.line_launches if line else 0.0
-
-    @cached_property
-    def launch_calls(self) -> HostCall:
-        """The host's calls that launch one kernel each."""
-        return self.host_calls(_LAUNCH)
-
-    @cached_property
-    def graph_launches(self) -> HostCall:
-        return self.host_calls(_GRAPH_LAUNCH)
+        return line.span_ns / self.line_launches if (line := self.table.timeline) else 0.0
 
     @property
     def in_graphs(self) -> bool:

@@ -250,7 +250,7 @@ def _details(table: CsvTable, problems: Problems) -> Iterator[Launch]:
 
 
 def _is_launch(row: int, number: str, problems: Problems) -> bool:
-    """By its ID; what ncu and the program print between the rows is none."""
+    """Whether a row is a launch, by its ID; ncu and the program print other lines between them."""
     if not number.isdigit():
         problems.add(row, f"{number!r:.40} is no kernel's ID")
     return number.isdigit()

@@ -135,7 +135,7 @@ class _Reports:
 
 
 def _rows(path: Path, report: str, problems: Problems, optional: Iterable[str]) -> Iterator[Any]:
-    """What nsys prints after the table, and further tables, are none of it.
+    """The rows of one report: of the first table in its file alone.
 
     Raises:
         WorkshopError: the file can't be read, or is not this report.

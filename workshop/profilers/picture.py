@@ -39,7 +39,7 @@ _LEVELS = {RANGES: 5, OPERATORS: 3, CALLS: 1, KERNELS: 2}
 _OPERATOR_LEVELS_WITHOUT_GPU = 7
 _MOST_ARROWS = 7
 
-# In pixels, but for the font's size.
+# In pixels, except the font's size.
 WIDTH, HEIGHT = 1600, 900
 """Height of the picture; it is lower where few rows are to be drawn."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 150, 46, 46, 84
@@ -261,10 +261,7 @@ def _draw_gaps(axes: Any, lane: Lane, band: _Band, window: Window) -> None:
 
 
 def _draw_arrows(
-    axes: Any,
-    arrows: list[tuple[int, Slice, int, Slice]],
-    bands: list[list[_Band]],
-    window: Window,
+    axes: Any, arrows: list[tuple[int, Slice, int, Slice]], bands: list[list[_Band]], window: Window
 ) -> None:
     """From launches to the kernels that they launched."""
     places = {(i, band.kind): band for i, its in enumerate(bands) for band in its}

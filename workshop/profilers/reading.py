@@ -92,7 +92,7 @@ class Problems:
 
 def number(text: str | float | None) -> float:
     """A finite number: from JSON, or from a tool's CSV, which may group thousands with commas.
-    Raises Invalid: it is none."""
+    Raises Invalid: it is no number."""
     try:
         value = float(text.replace(",", "") if isinstance(text, str) else text)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -103,8 +103,8 @@ def number(text: str | float | None) -> float:
 
 
 def nanoseconds(text: str | float | None, unit_ns: float = 1.0) -> float:
-    """A duration from its value in a unit of `unit_ns`. Raises Invalid: it is none, negative, or
-    longer than any profile."""
+    """A duration from its value in a unit of `unit_ns`. Raises Invalid: it is no number, negative,
+    or longer than any profile."""
     value = number(text) * unit_ns
     if not 0 <= value <= MOST_NS:
         raise Invalid(f"{text!r:.40} is no duration")
@@ -113,7 +113,7 @@ def nanoseconds(text: str | float | None, unit_ns: float = 1.0) -> float:
 
 def amount(text: str | float | None, unit: float = 1.0) -> float:
     """Bytes, operations or a hardware counter, from its value in a unit of `unit` of them. Raises
-    Invalid: it is none, negative, or more than any program has."""
+    Invalid: it is no number, negative, or more than any program has."""
     value = number(text) * unit
     if not 0 <= value <= MOST_COUNTED:
         raise Invalid(f"{text!r:.40} is no count")
@@ -121,7 +121,7 @@ def amount(text: str | float | None, unit: float = 1.0) -> float:
 
 
 def count(text: str | float | None) -> int:
-    """A number of calls, at least 1. Raises Invalid: it is none."""
+    """A number of calls, at least 1. Raises Invalid: it is no such number."""
     value = number(text)
     if not 1 <= value <= MOST_NS or value != int(value):
         raise Invalid(f"{text!r:.40} is no number of calls")
@@ -256,7 +256,7 @@ class CsvTable:
         self, *columns: str, optional: Iterable[str] = (), until: re.Pattern[str] | None = None
     ) -> Iterator[tuple[int, list[Any]]]:
         """(line number, fields of these columns) of every row; None where the file has not got an
-        optional column. Rows that are too short count as problems, but for lines that ncu prints
+        optional column. Rows that are too short count as problems, except lines that ncu prints
         between the rows ("==PROF== Disconnected from process 4711").
 
         Args:

@@ -55,7 +55,7 @@ Sum = dict[str, Any]
 
 @dataclass
 class Process:
-    """One traced process. Its rows are read on demand, once; None for what the format lacks."""
+    """One traced process. Its rows are read on demand, once; None where the format has none."""
 
     name: str
     """The name that tells it from the run's others."""
@@ -85,8 +85,8 @@ class Process:
 
 def interval(start: Any, end: Any) -> tuple[int, int]:
     """(start, nanoseconds) from two readings of a clock in nanoseconds. They are whole numbers,
-    because a clock's can be longer than a float's 53 bits. Raises Invalid: they are none, or none
-    of a clock that runs forwards."""
+    because a clock's can be longer than a float's 53 bits. Raises Invalid: they are no numbers,
+    or the clock would run backwards."""
     try:
         first, last = int(start), int(end)
     except (TypeError, ValueError, OverflowError):
@@ -259,7 +259,7 @@ class _Database:
     def __init__(self, path: Path, stack: contextlib.ExitStack, problems: Problems) -> None:
         self._path, self._problems = path, problems
         with self._errors():
-            # Read-only by its address: nothing, not even a journal, is written beside it.
+            # Read-only by its address: nothing, not even a journal, is written to its folder.
             uri = f"{path.resolve().as_uri()}?mode=ro"
             self._connection = sqlite3.connect(uri, uri=True)
         stack.callback(self._connection.close)

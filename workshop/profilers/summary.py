@@ -115,7 +115,7 @@ def sum_up(
 
 
 def _findings(outputs: list[Path]) -> dict[str, Any]:
-    """What the first tool with a kernel table says of the program, and what was profiled."""
+    """The advice on the first kernel table that a tool left, and what was profiled."""
     findings: dict[str, Any] = {"device": "", "configuration": "", "headline": ""}
     findings |= {"advice": [], "warnings": []}
     tables = (output / kernel_file.JSON_FILE for output in outputs)

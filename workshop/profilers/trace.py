@@ -365,7 +365,7 @@ def _search(
 
 
 def _blocks(path: Path) -> Iterator[str]:
-    """A file's text in pieces of at least _BLOCK characters, but for the last."""
+    """A file's text in pieces of at least _BLOCK characters, except the last."""
     parts, size = [], 0
     for line in reading.lines(path):
         parts.append(line)
