@@ -34,7 +34,7 @@ from labs.scale_out import audit, collectives, gate, loop, request, scaling, str
 from labs.scale_out.group import Group
 from labs.scale_out.request import Job
 from workshop import errors, labs, records, results, versions
-from workshop.arguments import count, parse
+from workshop.arguments import argument, count, option, parse, parser_of
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge import studies
 from workshop.labs import LabRun
@@ -113,56 +113,54 @@ class Study:
         return request.check(arguments, group, versions.load(versions.BASELINE))
 
 
+@dataclass
+class Flags:
+    """The flags that choose the runs."""
+
+    flags: list[str] = argument("of train.py", nargs="*", metavar="FLAG")
+    config: list[str] | None = option(
+        f"{', '.join(presets.PRESETS)} (default: medium large, CPU tiny)",
+        choices=presets.PRESETS,
+        metavar="PRESET",
+    )
+    trainings: list[str] | None = option(
+        "as train.py has them; v4:ddp:graph captures the step of several processes, too, "
+        "v4:fsdp:graph that of one and of several "
+        f"(default: {' '.join(TRAININGS['cuda'])}, CPU {' '.join(TRAININGS['cpu'])})",
+        metavar="VERSION:STRATEGY[:graph]",
+    )
+    processes: list[int] | None = option(
+        "numbers of processes; 1 is always measured (default: 1 2 4 ... up to the GPUs of this "
+        "machine, CPU 1 2)",
+        type=count,
+        metavar="N",
+    )
+    scaling: list[str] = option("default: both", [*SCALINGS], choices=SCALINGS)
+    batch_size: int | None = option(
+        "sequences of one process alone (default: the preset's)", type=count, metavar="N"
+    )
+    collectives: bool = option(
+        "measure their bandwidth", True, action=argparse.BooleanOptionalAction
+    )
+    device: str = option("auto, cpu or cuda (default auto: GPU if any)", "auto")
+    session: str | None = option(
+        "add to this study, a file below runs/ of --output-dir; its runs are compared with each "
+        "other, so stay on one machine (default: a new one)",
+        metavar="NAME",
+    )
+
+
 def build_parser() -> argparse.ArgumentParser:
-    assert __doc__
-    parser = argparse.ArgumentParser(
+    parser = parser_of(
+        Flags,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Flags after -- go to train.py, for all trainings. Exit status: 0 done, 1 a gate "
         "or a training failed,\n2 wrong usage, 77 something is missing on this machine, 130 "
         "interrupted.",
     )
-    add = parser.add_argument
-    number = functools.partial(add, type=count, metavar="N")
-    add(
-        "--config",
-        nargs="+",
-        choices=presets.PRESETS,
-        metavar="PRESET",
-        help=f"{', '.join(presets.PRESETS)} (default: medium large, CPU tiny)",
-    )
-    add(
-        "--trainings",
-        nargs="+",
-        metavar="VERSION:STRATEGY[:graph]",
-        help="as train.py has them; v4:ddp:graph captures the step of several processes, too, "
-        "v4:fsdp:graph that of one and of several "
-        f"(default: {' '.join(TRAININGS['cuda'])}, CPU {' '.join(TRAININGS['cpu'])})",
-    )
-    number(
-        "--processes",
-        nargs="+",
-        help="numbers of processes; 1 is always measured (default: 1 2 4 ... up to the GPUs of "
-        "this machine, CPU 1 2)",
-    )
-    add("--scaling", nargs="+", choices=SCALINGS, default=SCALINGS, help="default: both")
-    number("--batch-size", help="sequences of one process alone (default: the preset's)")
-    shared.add_repeats(add)
-    add(
-        "--collectives",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="measure their bandwidth (default: yes)",
-    )
-    add("--device", default="auto", help="auto, cpu or cuda (default auto: GPU if any)")
-    shared.add_output_dir(add, request.LAB)
-    add(
-        "--session",
-        metavar="NAME",
-        help="add to this study, a folder below runs/ of --output-dir; its runs are compared with "
-        "each other, so stay on one machine (default: a new one)",
-    )
-    add("flags", nargs="*", metavar="FLAG", help="of train.py")
+    shared.add_repeats(parser.add_argument)
+    shared.add_output_dir(parser.add_argument, request.LAB)
     return parser
 
 

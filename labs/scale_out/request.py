@@ -1,7 +1,6 @@
 """The command line of a training in several processes, and its checks."""
 
 import argparse
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from labs.scale_out import group as groups
 from labs.scale_out import strategies
 from labs.scale_out.group import Group
 from workshop import errors, request, results, versions
-from workshop.arguments import count, parse
+from workshop.arguments import add_options, count, option, parse
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge.turn import Turn
 
@@ -59,59 +58,57 @@ class Job:
         return strategies.make(name, asked, accumulate, self.group.size, reduce_dtype)
 
 
+@dataclass
+class Flags:
+    """The flags that a version's own program does not have."""
+
+    version: str = option(
+        f"of the ladder; {PEER} is Hugging Face's Llama, for the strategies of accelerate",
+        "v2",
+        choices=[*versions.available(), PEER],
+    )
+    strategy: str = option(
+        "what is split over the processes besides the batch (default ddp: nothing)",
+        "ddp",
+        choices=strategies.NAMES,
+    )
+    accumulate: int = option(
+        "parts of a process's batch that run one after the other", 1, type=count
+    )
+    reduce_dtype: str = option(
+        "dtype in which ddp and fsdp send gradients; bf16 needs --precision bf16",
+        "fp32",
+        choices=("fp32", "bf16"),
+    )
+    save_every: int | None = option(
+        "save a checkpoint every N steps, and after the last", type=count, metavar="N"
+    )
+    checkpoints: Path | None = option(
+        "folder of the checkpoints, on storage that all machines see (default: "
+        "results/scale_out/checkpoints of this checkout)",
+        metavar="FOLDER",
+    )
+    resume: bool = option(
+        "continue from the newest complete checkpoint there, with any number of processes and any "
+        "strategy; after a restart by torchrun or Slurm this happens without the flag"
+    )
+    trace: Path | None = option(
+        "with several processes, when the clock has stopped: write a torch.profiler trace of rank "
+        "0 (.json.gz), and the share of communication into the result",
+        metavar="FILE",
+    )
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The flags that all versions have, and those of several processes."""
-    any_version = versions.Version("", "", compile="the version's")
-    parser = request.build_parser(any_version, versions.load(versions.BASELINE))
+    parser = request.build_parser(
+        versions.get_version(versions.BASELINE), versions.load(versions.BASELINE)
+    )
     parser.description, parser.epilog = DESCRIPTION, EXIT_STATUS
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(output_dir=FOLDER)
-    add = parser.add_argument_group("processes").add_argument
-    number = functools.partial(add, type=count, metavar="N")
-    add(
-        "--version",
-        choices=[*versions.available(), PEER],
-        default="v2",
-        help=f"of the ladder (default v2); {PEER} is Hugging Face's Llama, for the strategies of "
-        "accelerate",
-    )
-    add(
-        "--strategy",
-        choices=strategies.NAMES,
-        default="ddp",
-        help="what is split over the processes besides the batch (default ddp: nothing)",
-    )
-    number("--accumulate", default=1, help="parts of a process's batch that run one after the "
-           "other (default 1)")  # fmt: skip
-    add(
-        "--reduce-dtype",
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="dtype in which ddp and fsdp send gradients; bf16 needs --precision bf16 (default "
-        "fp32)",
-    )
-    number("--save-every", help="save a checkpoint every N steps, and after the last")
-    add(
-        "--checkpoints",
-        type=Path,
-        metavar="FOLDER",
-        help="of the checkpoints, on storage that all machines see (default: "
-        "results/scale_out/checkpoints of this checkout)",
-    )
-    add(
-        "--resume",
-        action="store_true",
-        help="continue from the newest complete checkpoint there, with any number of processes "
-        "and any strategy; after a restart by torchrun or Slurm this happens without the flag",
-    )
-    add(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="with several processes, when the clock has stopped: write a torch.profiler trace of "
-        "rank 0 (.json.gz), and the share of communication into the result",
-    )
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
+    add_options(parser.add_argument_group("processes"), Flags)
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher's
     return parser
 
 
