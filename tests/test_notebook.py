@@ -158,7 +158,7 @@ def test_a_change_is_a_diff_of_the_versions_own_lines() -> None:
     assert "RMSNorm, from v1 to v2" in shown
     assert "+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)" in shown
     assert "--- " not in shown
-    assert "rope_tables is the same" in notebook.changes("rope_tables", "v1", "v2").html
+    assert "no change" in notebook.changes("rope_tables", "v1", "v2").html
     with pytest.raises(WorkshopError, match=r"tiny_llama_v1.py defines no Fusions"):
         notebook.changes("Fusions", "v1", "v2")
 

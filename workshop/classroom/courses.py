@@ -4,7 +4,7 @@ An exercise's minutes are its sheet's; the times of a day follow from them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from workshop.errors import WorkshopError
 from workshop.exercises.sheet import SESSION_MINUTES, Sheet
@@ -16,8 +16,7 @@ AT_HOME = ("memory_analysis", "rocm_tools_intro", "custom_kernels", "production_
 """One exercise of each session, whose minutes go to slides, questions and commands."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Part of a day: minutes of its own, a session, or a lab: a talk of some minutes, exercises."""
 
     what: str
@@ -26,37 +25,28 @@ class Part:
     exercises: str = ""
 
 
+def _lab(folder: str, talk: str, minutes: int, exercises: str) -> Part:
+    name = {"cifar10_roofline": "CIFAR-10", "inference_benchmark": "inference"}.get(folder)
+    link = f"[{name or folder.replace('_', ' ')}](../labs/{folder}/README.md)"
+    return Part(f"{link}, {talk}", minutes, exercises=exercises)
+
+
 WELCOME = Part("welcome; all predict a step's time, then compare V1 and V2", 15)
 SESSIONS = [Part(f"session {n}", minutes, n) for n, minutes in SESSION_MINUTES.items()]
 BREAK, LUNCH = Part("break", 15), Part("lunch", 60)
-PIPELINE = Part(
-    "[data pipeline](../labs/data_pipeline/README.md), its ladder",
-    15,
-    exercises="pipeline_1_workers pipeline_2_trace",
-)
-TEXT = Part(
-    "[text generation](../labs/text_generation/README.md), Tiny-LLaMA speaks",
-    15,
-    exercises="text_1_floor text_2_padding",
-)
-INFERENCE = Part(
-    "[inference](../labs/inference_benchmark/README.md), one network's table",
-    15,
-    exercises="inference_1_baseline inference_2_precision inference_3_profiler",
-)
+PIPELINE = _lab("data_pipeline", "its ladder", 15, "pipeline_1_workers pipeline_2_trace")
+TEXT = _lab("text_generation", "Tiny-LLaMA speaks", 15, "text_1_floor text_2_padding")
+INFERENCE = _lab(
+    "inference_benchmark", "one network's table", 15,
+    "inference_1_baseline inference_2_precision inference_3_profiler",
+)  # fmt: skip
 COMPILED = Part(
     "inference, what compiling gains", 5, exercises="inference_4_flops inference_6_compile"
 )
-ROOFLINE = Part(
-    "[CIFAR-10](../labs/cifar10_roofline/README.md), a step on the roofline",
-    10,
-    exercises="roofline_1_unseen roofline_2_first",
+ROOFLINE = _lab(
+    "cifar10_roofline", "a step on the roofline", 10, "roofline_1_unseen roofline_2_first"
 )
-SCALE = Part(
-    "[scale out](../labs/scale_out/README.md), from one process to two",
-    20,
-    exercises="scale_1_efficiency scale_2_faults",
-)
+SCALE = _lab("scale_out", "from one process to two", 20, "scale_1_efficiency scale_2_faults")
 SHEETS = Part("everyone's results sheet, three of them on the projector, and questions", 30)
 
 MORNING = [WELCOME, SESSIONS[0], SESSIONS[1], BREAK, SESSIONS[2]]
@@ -90,16 +80,14 @@ def _day(name: str, parts: Sequence[Part], sheets: Sequence[Sheet]) -> str:
 
 
 def _exercises(part: Part, sheets: Sequence[Sheet]) -> list[Sheet]:
-    found = [
-        sheet for sheet in sheets
-        if sheet.session == part.session and part.session and sheet.name not in AT_HOME
-    ]  # fmt: skip
+    if part.session:
+        return [s for s in sheets if s.session == part.session and s.name not in AT_HOME]
     by_name = {sheet.name: sheet for sheet in sheets}
-    for name in part.exercises.split():
+    names = part.exercises.split()
+    for name in names:
         if name not in by_name:
             raise WorkshopError(f"courses.py: {name} is no exercise")
-        found.append(by_name[name])
-    return found
+    return [by_name[name] for name in names]
 
 
 def _clock(minutes: int) -> str:
