@@ -3,6 +3,7 @@
 An exercise's minutes are its sheet's; the times of a day follow from them.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -59,24 +60,25 @@ COURSES: dict[str, list[Part]] = {
 
 
 def tables(sheets: Sequence[Sheet]) -> str:
-    """Markdown: a table a day.
+    """Markdown: a table with a column a day, whose cells say when a part begins and how many
+    minutes it takes.
 
     Raises:
         WorkshopError: an exercise that a course names has no sheet.
     """
-    return "\n\n".join(_day(name, parts, sheets) for name, parts in COURSES.items())
+    days = [_day(parts, sheets) for parts in COURSES.values()]
+    return table(COURSES, itertools.zip_longest(*days, fillvalue=""), range(len(days)))
 
 
-def _day(name: str, parts: Sequence[Part], sheets: Sequence[Sheet]) -> str:
-    now, rows = BEGIN, []
+def _day(parts: Sequence[Part], sheets: Sequence[Sheet]) -> list[str]:
+    now, cells = BEGIN, []
     for part in parts:
         its = _exercises(part, sheets)
         minutes = part.minutes + (0 if part.session else sum(sheet.minutes for sheet in its))
         words = part.what + (f": {', '.join(sheet.name for sheet in its)}" if its else "")
-        rows.append((_clock(now), words, str(minutes)))
+        cells.append(f"**{_clock(now)}** {words} ({minutes})")
         now += minutes
-    rows.append((_clock(now), "end", str(now - BEGIN)))
-    return f"### {name}\n\n{table(('from', 'what', 'minutes'), rows, range(2))}"
+    return [*cells, f"**{_clock(now)}** end"]
 
 
 def _exercises(part: Part, sheets: Sequence[Sheet]) -> list[Sheet]:
