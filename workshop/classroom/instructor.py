@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from workshop.collection import Collection
-from workshop.report import comparisons, studies
+from workshop.show import ladders
 from workshop.tables import markdown_rows as table
 from workshop.versions import ROOT, VERSIONS
 
@@ -28,8 +28,7 @@ def parts(recorded: Collection) -> dict[str, str]:
 
 def _steps(recorded: Collection) -> Iterator[tuple[str, ...]]:
     """Rows of the versions as they are, in processes that passed the gate."""
-    _, of_ladders = studies.split(recorded.runs)
-    for group in comparisons.groups(of_ladders):
+    for group in ladders.ladders(recorded.runs):
         for row, stored in group.pairs():
             is_shown = row.version in VERSIONS and not row.variant and row.step_ms is not None
             if not is_shown or row.config not in _SIZES or row.precision != _PRECISION:

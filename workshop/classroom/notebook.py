@@ -22,8 +22,8 @@ from workshop.errors import DONE, WorkshopError
 from workshop.exercises.frame import Item
 from workshop.gate import parity
 from workshop.gate.parity import ParityReport
-from workshop.report import comparisons, studies
-from workshop.report.pictures import INK, LINE, Chart, Picture
+from workshop.show import drawing, ladders
+from workshop.show.drawing import INK, LINE, Chart
 
 _THEME = (
     "--ink: var(--jp-content-font-color1, currentColor); "
@@ -139,10 +139,10 @@ def image(path: Path, alt: str) -> Shown:
     return Shown(f'<img src="{source}" alt="{html.escape(alt)}" style="{style}">')
 
 
-def picture(drawn: Picture) -> Shown:
-    """A report's picture below its title."""
+def picture(drawn: Chart) -> Shown:
+    """A page's chart below its title."""
     title = f"<p><b>{html.escape(drawn.title)}</b></p>"
-    return Shown(f'<div style="max-width: 50em; {_THEME}">{title}{drawn.markup()}</div>')
+    return Shown(f'<div style="max-width: 50em; {_THEME}">{title}{drawn.markup}</div>')
 
 
 def pictures(folder: Path) -> list[Shown]:
@@ -154,14 +154,16 @@ def pictures(folder: Path) -> list[Shown]:
     """
     collection = Collection([folder])
     collection.refresh()
-    _, of_ladders = studies.split(collection.runs)
-    groups = comparisons.groups(of_ladders or collection.runs)
-    drawn = comparisons.speedup_pictures("all", groups)
+    groups = ladders.ladders(collection.runs)
+    drawn = ladders.speedups(groups)
     for group in groups:
-        drawn += comparisons.section(group, folder).pictures
-    charts = (one for one in drawn if isinstance(one, Chart))
+        drawn += ladders.ladder_section(group, collection.folders).charts
+    charts = (one for one in drawn if not one.as_png)
     # No two drawings of a page may share a name.
-    return [picture(dataclasses.replace(c, name=f"{folder.name}-{c.name}")) for c in charts]
+    return [
+        picture(dataclasses.replace(chart, name=f"{folder.name}-{i}-{chart.name}"))
+        for i, chart in enumerate(charts)
+    ]
 
 
 def gate(reports: Mapping[str, ParityReport]) -> Shown:
@@ -172,8 +174,9 @@ def gate(reports: Mapping[str, ParityReport]) -> Shown:
         reports: by what was checked; no two of a notebook have the same names.
     """
 
-    def draw(figure: Any) -> None:
-        axis = figure.subplots()
+    def draw() -> Any:
+        drawn = drawing.figure(7.5, 1.2 + 0.7 * len(reports))
+        axis = drawn.subplots()
         labels = []
         for place, (label, report) in enumerate(reports.items()):
             measures = report.measures.values()
@@ -190,8 +193,9 @@ def gate(reports: Mapping[str, ParityReport]) -> Shown:
         axis.set_xlabel("error, as a share of what is allowed")
         axis.grid(axis="x", color=LINE)
         axis.tick_params(length=0)
+        return drawn
 
     name = f"gate-{'-'.join(reports)}".replace(" ", "-")
     title = "Distance from V1, of logits, loss, loss curve, gradients and movements"
     alt = "; ".join(f"{label}: {report.summary()}" for label, report in reports.items())
-    return picture(Chart(name, title, alt, (), draw, (7.5, 1.2 + 0.7 * len(reports))))
+    return picture(Chart(name, title, alt, (), draw))
