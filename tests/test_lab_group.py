@@ -144,7 +144,7 @@ def test_replicas_are_on_the_gpus_that_are_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(nn, "DataParallel", lambda model, ids: ids)
     monkeypatch.setattr(nn.parallel, "DistributedDataParallel", lambda model, **given: given)
     device, model = torch.device("cuda", 2), nn.Linear(1, 1)
-    assert groups.wrapper(Group(1, 1, 2), device)(model) == {"device_ids": [2]}
+    assert groups.replica(Group(1, 1, 2), device, model) == {"device_ids": [2]}
     words = ["--network", "resnet18", "--dataparallel", "--device_ids", "2,1"]
     gpus = groups.find(request.build_parser().parse_args(words)).gpus
     assert Setting(NETWORK, device, 5, 1, gpus=gpus).spread(model) == [2, 1]
