@@ -23,7 +23,7 @@ import torch
 
 from analysis_tools import compare_versions
 from labs.cifar10_roofline import loop as cifar_loop
-from labs.cifar10_roofline import networks as cifar_networks
+from labs.cifar10_roofline import step as cifar_step
 from labs.inference_benchmark import measure
 from labs.inference_benchmark.modes import Variant
 from workshop import errors, records, results
@@ -204,7 +204,7 @@ def stop_where_work_begins(monkeypatch: pytest.MonkeyPatch) -> None:
         (trainer, "Runner"),
         (parity, "check_model"),
         (measure, "make_bench"),
-        (cifar_networks, "build"),
+        (cifar_step, "build"),
         (copies, "make"),
         (subprocess.Popen, "__init__"),
         (ProcessPoolExecutor, "__init__"),

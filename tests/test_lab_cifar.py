@@ -1,4 +1,4 @@
-"""The CIFAR-10 lab's training: its images, its step, its checkpoints, the proof, the program."""
+"""The CIFAR-10 lab's training: its images, its step, its checkpoints, the gate, the program."""
 
 import copy
 import dataclasses
@@ -24,10 +24,10 @@ from labs.cifar10_roofline import (
     data,
     documents,
     measure_table,
-    networks,
     request,
+    step,
 )
-from labs.cifar10_roofline.batches import Batches, Plan, crop
+from labs.cifar10_roofline.data import Batches, Plan, crop
 from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
 from labs.cifar10_roofline.train import main
 from workshop import labs, records
@@ -115,7 +115,7 @@ def train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
     """Runs the program on a small network and 50 images; its status and all that it printed."""
-    monkeypatch.setattr(networks, "build", lambda name: Small())
+    monkeypatch.setattr(step, "build", lambda name: Small())
     monkeypatch.setattr("workshop.run.hardware.measure_matmul_tflops", lambda *_: 1.0)
     write_cifar(tmp_path / "data")
 
@@ -134,7 +134,7 @@ def train(
 
 
 def test_the_networks_are_those_for_small_images() -> None:
-    model = networks.build("resnet18")
+    model = step.build("resnet18")
     assert sum(weight.numel() for weight in model.parameters()) == 11_173_962
     macs = shared.flops_per_image(model, 32, training=False) / 2
     assert macs == pytest.approx(0.5555e9, rel=0.01)
@@ -496,11 +496,11 @@ import os, signal, sys, torch
 sys.path.insert(0, sys.argv[1])
 from test_lab_cifar import Small
 from labs import shared
-from labs.cifar10_roofline import networks, train
+from labs.cifar10_roofline import step, train
 shared.import_torchvision()
 from torchvision.datasets import cifar
 cifar.check_integrity = lambda path, md5: True
-networks.build = lambda name: Small()
+step.build = lambda name: Small()
 true_save, saves = torch.save, []
 def save(content, path):
     true_save(content, path)

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 import torch
 
 from labs import shared
-from labs.cifar10_roofline import data, loop, proof, request
+from labs.cifar10_roofline import data, gate, loop, request
 from workshop import errors, labs, results
 from workshop.arguments import count, parse
 from workshop.compare import lab_table
@@ -124,10 +124,10 @@ def _plan(
         loop.time_epochs(run, arguments.epochs)
 
     device, secret = hardware.get_device(arguments.device), random.SystemRandom().getrandbits(64)
-    reference = proof.Reference(
+    reference = gate.Reference(
         arguments, dataset, device, lambda epoch: random.Random(secret + epoch).getrandbits(40)
     )
-    check = proof.TrainingCheck(reference, request.precision_of(arguments, device).name)
+    check = gate.TrainingCheck(reference, request.precision_of(arguments, device).name)
     return studies.Plan(command, [record], folder, take_times, check)
 
 
