@@ -25,16 +25,23 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
     import_torch()
 
-from workshop import errors, records, results, versions  # noqa: E402
+from workshop import (  # noqa: E402
+    errors,
+    records,
+    results,
+    tables,
+    versions,
+)
 from workshop.arguments import parse  # noqa: E402
-from workshop.compare import figures, rows, sessions, sweep, tables, waterfall  # noqa: E402
-from workshop.compare.markdown import escape, escape_block  # noqa: E402
+from workshop.compare import rows, sessions, sweep, waterfall  # noqa: E402
 from workshop.compare.rows import Row  # noqa: E402
 from workshop.compare.sessions import Plan, run_plans  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.request import USUAL  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.run import interpreter, presets  # noqa: E402
+from workshop.show import charts, comparisons  # noqa: E402
+from workshop.tables import escape, escape_block  # noqa: E402
 
 STEPS, WARMUP_STEPS, REPEATS = USUAL.timed, USUAL.warmup, 3
 
@@ -179,7 +186,15 @@ def _ladder(arguments: argparse.Namespace) -> Study:
         what = "runs of the --versions, --config and --precision given"
         return _some(rows.build_rows(_asked_for(arguments, shown)), arguments, what)
 
-    return Study("comparison", run, rows.build_rows, find, tables.of_rows, figures.draw_rows, list)
+    return Study(
+        "comparison",
+        run,
+        rows.build_rows,
+        find,
+        comparisons.of_rows,
+        charts.draw_rows,
+        list,
+    )
 
 
 def _waterfall(arguments: argparse.Namespace) -> Study:
@@ -204,7 +219,13 @@ def _waterfall(arguments: argparse.Namespace) -> Study:
         return [step.row for one in found for step in one.steps if step.row]
 
     return Study(
-        "waterfall", run, build, find, tables.of_waterfalls, figures.draw_waterfalls, all_rows
+        "waterfall",
+        run,
+        build,
+        find,
+        comparisons.of_waterfalls,
+        charts.draw_waterfalls,
+        all_rows,
     )
 
 
@@ -232,7 +253,15 @@ def _sweep(arguments: argparse.Namespace) -> Study:
     def all_rows(found: list[sweep.Sweep]) -> list[Row]:
         return [p.row for one in found for curve in one.curves for p in curve.points]
 
-    return Study("sweep", run, build, find, tables.of_sweeps, figures.draw_sweeps, all_rows)
+    return Study(
+        "sweep",
+        run,
+        build,
+        find,
+        comparisons.of_sweeps,
+        charts.draw_sweeps,
+        all_rows,
+    )
 
 
 def _prepare(arguments: argparse.Namespace, left_out: list[str]) -> None:
@@ -301,7 +330,7 @@ def write(
         "md": "\n\n".join(text) + "\n",
     }
     if study.name != "comparison" or any(row.step_ms for row in found):
-        contents["png"] = lambda path: figures.save(study.draw, list(found), path)
+        contents["png"] = lambda path: charts.save(study.draw, list(found), path)
     paths = {folder / f"{study.name}.{suffix}": content for suffix, content in contents.items()}
     results.write_together(paths, gone=[folder / f"{study.name}.png"])
     return list(map(str, paths))

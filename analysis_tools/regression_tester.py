@@ -24,16 +24,26 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
     import_torch()
 
 from analysis_tools import compare_versions  # noqa: E402
-from workshop import errors, records, results, versions  # noqa: E402
+from workshop import (  # noqa: E402
+    errors,
+    records,
+    results,
+    tables,
+    versions,
+)
 from workshop.arguments import parse  # noqa: E402
-from workshop.compare import regression, rows, tables  # noqa: E402
-from workshop.compare.markdown import escape  # noqa: E402
+from workshop.compare import regression, rows  # noqa: E402
 from workshop.compare.regression import ALARMS, Baseline, Finding  # noqa: E402
-from workshop.compare.tables import Line, Table, print_tables  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError, printable  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.run import hardware  # noqa: E402
 from workshop.run.presets import PRESETS  # noqa: E402
+from workshop.tables import (  # noqa: E402
+    Line,
+    Table,
+    escape,
+    print_tables,
+)
 
 FOLDER = "regression"
 """Below an output folder."""

@@ -22,12 +22,12 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
 from workshop import errors, results  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
-from workshop.compare.tables import Line, Table, print_tables, terminal  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.profilers.names import display_name, printable  # noqa: E402
 from workshop.roofline import ceilings, figures, inputs  # noqa: E402
 from workshop.roofline.model import Roofline, as_csv, as_json, ceiling_text, flags, sentences  # noqa: E402
 from workshop.run import hardware  # noqa: E402
+from workshop.tables import Line, Table, print_tables, terminal  # noqa: E402
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -28,13 +28,16 @@ from labs.data_pipeline import documents as pipeline_documents  # noqa: E402
 from labs.inference_benchmark import documents as lab_documents  # noqa: E402
 from labs.scale_out import documents as scaling_documents  # noqa: E402
 from labs.text_generation import documents as text_documents  # noqa: E402
-from workshop import errors, records, results  # noqa: E402
+from workshop import (  # noqa: E402
+    errors,
+    records,
+    results,
+    tables,
+)
 from workshop.arguments import parse  # noqa: E402
 from workshop.classroom import courses, instructor  # noqa: E402
 from workshop.collection import Collection  # noqa: E402
-from workshop.compare import sweep, tables, waterfall  # noqa: E402
-from workshop.compare.markdown import fill_last_column  # noqa: E402
-from workshop.compare.markdown import table as markdown_table  # noqa: E402
+from workshop.compare import sweep, waterfall  # noqa: E402
 from workshop.compare.rows import (  # noqa: E402
     Row,
     build_row,
@@ -46,7 +49,7 @@ from workshop.compare.rows import (  # noqa: E402
 )
 from workshop.compare.waterfall import Waterfall  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
-from workshop.exercises import index, sheet  # noqa: E402
+from workshop.exercises import sheet  # noqa: E402
 from workshop.kernels import rows as kernel_rows  # noqa: E402
 from workshop.profilers import advisor, show  # noqa: E402
 from workshop.profilers.load import load, recorded_run  # noqa: E402
@@ -54,6 +57,9 @@ from workshop.report import content, doc_images, pages, sections  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.run import chips, float8_cost, presets  # noqa: E402
 from workshop.run import precision as precisions  # noqa: E402
+from workshop.show import comparisons  # noqa: E402
+from workshop.tables import fill_last_column  # noqa: E402
+from workshop.tables import markdown_rows as markdown_table  # noqa: E402
 from workshop.versions import ALL, BASELINE, PEERS, VERSIONS  # noqa: E402
 
 REFERENCE = ROOT / "results" / "reference"
@@ -67,18 +73,12 @@ PREDICTIONS, FLOAT8 = "predictions", "float8"
 WATERFALLS, SWEEPS, STARTUP = "waterfalls", "sweeps", "startup"
 """Parts of documents between two markers that name them."""
 SHOWN_PROFILES = "*/profiles/{version}/pytorch_profiler"
-"""The profiles that the versions' READMEs show; all are in PERFORMANCE_RESULTS.md."""
+"""The profiles that the versions' READMEs show."""
 HOT_KERNELS = 6
-FULL_REPORT = REFERENCE / "report.md"
-INTRODUCTION = """Written by `make docs` from the result files in this folder, which hold every
-step's time, the losses, the gate's verdict and the command of each run. Not measured by us: AMD
-hardware.
-"""
-SHORT = """Written by `make docs` from the result files under
+INTRODUCTION = """Written by `make docs` from the result files under
 [results/reference/](results/reference/), which hold every step's time, the losses, the gate's
-verdict and the command of each run.
-[The full report](results/reference/report.md) has every table: phases, memory, sweeps, profiles,
-kernels and command lines. The same with all pictures, without a GPU:
+verdict and the command of each run. All tables and pictures (phases, memory, sweeps, profiles,
+kernels, labs, command lines) as one page, without a GPU:
 
 ```bash
 python analysis_tools/report_generator.py --results results/reference
@@ -102,7 +102,7 @@ def _update(*, check: bool) -> int:
     collection.refresh()
     documents = render(collection)
     stale = [path for path, text in documents.items() if _read(path) != text]
-    images = doc_images.find(collection, documents[FULL_REPORT])
+    images = doc_images.find(collection)
     images = [image for image in images if image.stale]
     if check:
         for path in (*stale, *(image.path for image in images)):
@@ -140,7 +140,7 @@ def render(collection: Collection) -> dict[Path, str]:
         },
         WORTH: _worth(runs, ladders),
         FP8: {PREDICTIONS: _fp8_predictions(), FLOAT8: _fp8_times(devices)},
-        ROOT / "exercises" / "README.md": {EXERCISES: index.tables(sheets, ROOT / "exercises")},
+        ROOT / "exercises" / "README.md": {EXERCISES: sheet.index(sheets, ROOT / "exercises")},
         instructor.GUIDE: instructor.parts(collection) | {"courses": courses.tables(sheets)},
     }
     for key, version in VERSIONS.items():
@@ -149,7 +149,7 @@ def render(collection: Collection) -> dict[Path, str]:
         profiles = sorted(REFERENCE.glob(SHOWN_PROFILES.format(version=key)))
         parts[folder / "README.md"] = {
             PROFILES: "\n\n".join(map(_profile, profiles)),
-            EXERCISES: index.of_version(its, folder),
+            EXERCISES: sheet.index_of_version(its, folder),
         }
         if version.key != BASELINE:
             parts[folder / "README.md"][IDEAS] = _ideas(folder / "README.md", key, falls)
@@ -310,8 +310,8 @@ def _worth(runs: list[RunResult], ladders: list[list[Row]]) -> dict[str, str]:
     falls = waterfall.build(runs)
     sweeps = [one for axis in sweep.AXES.values() for one in sweep.build(runs, axis)]
     return {
-        WATERFALLS: _study("waterfall", map(tables.waterfall_table, falls)) if falls else "",
-        SWEEPS: _study("sweep*", map(tables.sweep_table, sweeps)) if sweeps else "",
+        WATERFALLS: _study("waterfall", map(comparisons.waterfall_table, falls)) if falls else "",
+        SWEEPS: _study("sweep*", map(comparisons.sweep_table, sweeps)) if sweeps else "",
         STARTUP: _startup([row for rows in ladders for row in rows if row.startup_s]),
     }
 
@@ -363,7 +363,7 @@ def _gains(row: str, version: str, falls: Sequence[Waterfall]) -> str:
     titles = {title for code, what, title in rungs if (code, what) == (version, idea)}
     # A gain over an earlier rung, where the one before was not timed, is that of several ideas.
     found = {
-        one.config: tables.ratio(step.gain, step.gain_ci, tables.SAME)
+        one.config: comparisons.ratio(step.gain, step.gain_ci, tables.SAME)
         for one in falls
         for last, step in itertools.pairwise(one.steps)
         if step.rung.version == version and step.rung.title in titles
@@ -441,7 +441,7 @@ def _profile(folder: Path) -> str:
 
 
 def _performance(collection: Collection) -> dict[Path, str]:
-    """The report of all reference results, and its one page.
+    """The summary of all reference results.
 
     Raises:
         WorkshopError: one of them is broken.
@@ -451,24 +451,19 @@ def _performance(collection: Collection) -> dict[Path, str]:
         raise WorkshopError(f"{link.path}: {reason}")
     pictures = (path.relative_to(ROOT).as_posix() for path in REFERENCE.glob("*/comparison.png"))
     parts = [
-        f"# {report.title}\n\n{SHORT}",
+        f"# {report.title}\n\n{INTRODUCTION}",
         *(f"![Throughput, time and memory]({path})" for path in sorted(pictures)),
         f"**{report.verdicts}**",
         "## How to read the tables",
-        # The columns after the third are in the full report alone.
+        # The columns after the third are in the report alone.
         "\n".join(f"- **{what}** {text}" for what, text in pages.HOW_TO_READ[:3]),
     ]
     if report.glance:
-        table = pages.References(ROOT).table(report.glance)
-        full = FULL_REPORT.relative_to(ROOT).as_posix()
-        parts += ["## The ladder at a glance", f"{report.glance.caption}:"]
-        parts.append(table.replace("](#", f"]({full}#"))
+        table = re.sub(r"\[([^]]*)\]\(#[^)]*\)", r"\1", pages.References(ROOT).table(report.glance))
+        parts += ["## The ladder at a glance", f"{report.glance.caption}:", table]
     parts += map(_best_kernels, sorted(REFERENCE.glob("*/kernels")))
     parts += map(_drawn_kernels, sorted(REFERENCE.glob("*/kernels_drawn")))
-    return {
-        ROOT / "PERFORMANCE_RESULTS.md": "\n\n".join(parts) + "\n",
-        FULL_REPORT: pages.markdown_page(report, REFERENCE, introduction=INTRODUCTION),
-    }
+    return {ROOT / "PERFORMANCE_RESULTS.md": "\n\n".join(parts) + "\n"}
 
 
 def _best_kernels(folder: Path) -> str:

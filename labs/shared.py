@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from workshop import errors, records, results
+from workshop import errors, records, results, tables
 from workshop.arguments import count
-from workshop.compare import lab_table, tables
-from workshop.compare.tables import Table
 from workshop.errors import NotOnThisMachine
 from workshop.judge import studies
 from workshop.judge.studies import Plan
 from workshop.labs import LabRow, LabRun
 from workshop.run import timing
 from workshop.run.torchvision import make_importable
+from workshop.show import lab_table
+from workshop.tables import Table
 
 Add = Callable[..., Any]
 T = TypeVar("T")

@@ -6,7 +6,6 @@ It needs the `torchao` package.
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,11 @@ TinyLlamaConfig, configure_optimizer = v2.TinyLlamaConfig, v2.configure_optimize
 class TinyLlama(v2.TinyLlama):
     """V2, whose layers torchao converts where the harness asks for fp8."""
 
-    def multiply_by(self, linear: partial[Any]) -> None:
-        """Takes the recipe of the harness's own product, and torchao's product for it."""
+    def to_float8(self, recipe: str) -> None:
+        """Takes torchao's layers of this recipe, not the harness's own."""
         convert_to_float8_training(
             self,
-            config=Float8LinearConfig.from_recipe_name(linear.keywords["recipe"]),
+            config=Float8LinearConfig.from_recipe_name(recipe),
             # As in the versions, the head stays; and what is converted is not converted again.
             module_filter_fn=lambda part, name: type(part) is nn.Linear and name != "lm_head",
         )

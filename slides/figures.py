@@ -10,9 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from slides.measured import SIZES, Measured, NotMeasured
 from slides.pages import Bars, Body, Code, Curves, Lanes
 from workshop.classroom.instructor import PUBLISHED
-from workshop.compare import lab_table
 from workshop.compare import sweep as sweeps
-from workshop.compare.figures import MEMORY_COLOURS, PHASE_COLOURS
 from workshop.compare.rows import ratio
 from workshop.errors import WorkshopError
 from workshop.gate import plausibility
@@ -23,6 +21,8 @@ from workshop.roofline import ceilings, inputs
 from workshop.roofline import figures as roofs
 from workshop.roofline.model import COMPUTE, DATA_SHEET, MEMORY
 from workshop.run import timing
+from workshop.show import lab_table
+from workshop.show.charts import MEMORY_COLOURS, PHASE_COLOURS
 from workshop.versions import ALL, BASELINE, PEERS, ROOT, VERSIONS
 
 Shown = tuple[Body, Mapping[str, object]]

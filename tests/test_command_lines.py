@@ -29,7 +29,7 @@ from labs.inference_benchmark.modes import Variant
 from workshop import errors, records, results
 from workshop.arguments import count
 from workshop.compare import regression
-from workshop.exercises import copies
+from workshop.exercises import sheet
 from workshop.gate import canonical, parity
 from workshop.results import RunResult
 from workshop.roofline import figures
@@ -205,7 +205,7 @@ def stop_where_work_begins(monkeypatch: pytest.MonkeyPatch) -> None:
         (parity, "check_model"),
         (measure, "make_bench"),
         (cifar_step, "build"),
-        (copies, "make"),
+        (sheet, "make_copies"),
         (subprocess.Popen, "__init__"),
         (ProcessPoolExecutor, "__init__"),
     ):

@@ -22,12 +22,13 @@ from conftest import HANGS_S
 from test_results import files, make_result
 
 from analysis_tools import compare_versions
-from workshop import records, results, versions
-from workshop.compare import figures, rows, sessions, sweep, tables, waterfall
+from workshop import records, results, tables, versions
+from workshop.compare import rows, sessions, sweep, waterfall
 from workshop.compare.rows import Row
 from workshop.judge import judge, process
 from workshop.results import RunResult
 from workshop.run import presets
+from workshop.show import charts, comparisons
 from workshop.versions import VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,7 +50,7 @@ def by_label(runs: list[RunResult]) -> dict[str, Row]:
 
 
 def markdown(found: list[Row]) -> str:
-    return tables.markdown(tables.of_rows(found).tables)
+    return tables.markdown(comparisons.of_rows(found).tables)
 
 
 # --- rows -------------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(capsys) -> None:
         assert (row.break_even, row.break_even_steps) == ("unknown", None)
     found = rows.build_rows([slow, fast])
     note = "(1 process): no interval"
-    report = tables.of_rows(found)
+    report = comparisons.of_rows(found)
     for form in ("table", "markdown"):
         report.show(form)
         shown = capsys.readouterr().out
@@ -250,7 +251,7 @@ def interpreted(**changes: object) -> RunResult:
 )
 def test_no_number_of_an_interpreted_run_is_beside_those_that_were_not(changes) -> None:
     found = by_label([make_result(), make_result("v2", step_ms=FASTER), interpreted(**changes)])
-    row, report = found["v3"], tables.of_rows(list(found.values()))
+    row, report = found["v3"], comparisons.of_rows(list(found.values()))
     names = [*TIMES, "loss_first", "loss_last", "peak_memory_mb", "step_parts"]
     assert not any(getattr(row, name) for name in names) and not row.memory_mb
     assert row.speedup_text() == "interpreted, not comparable"
@@ -260,11 +261,11 @@ def test_no_number_of_an_interpreted_run_is_beside_those_that_were_not(changes) 
     assert row.parity == changes.get("gate", "pass")
     assert (row.params_with_grad, row.tensors_with_grad) == (4190464, 38)
     assert found["v2"].speedup == 2.0
-    proof = tables.group_tables(list(found.values()))[1]
+    proof = comparisons.group_tables(list(found.values()))[1]
     assert proof.lines[2].cells[2:] == ["38/38", "-", "-", "-", "-", "-"]
     for item in (report.items[2], report.records[2]):
         assert {item[name] for name in names[:-1]} == {None}
-    _, time, memory = figures.draw_rows(list(found.values())).axes
+    _, time, memory = charts.draw_rows(list(found.values())).axes
     for axis in (time, memory):
         (words,) = (text.get_text() for text in axis.texts if text.xy[0] == 2)
         assert words == "interpreted,\nnot comparable"
@@ -275,8 +276,8 @@ def test_the_picture_shows_the_table_s_numbers() -> None:
     unknown = {"forward_ms": [], "memory_mb": {"peak": 1234.0, "source": "allocator"}}
     runs = [make_result(), make_result("v2", step_ms=FASTER), make_result("v4", **unknown)]
     found = rows.build_rows(runs)
-    speed, proof = tables.group_tables(found)
-    _, time, memory = figures.draw_rows(found).axes
+    speed, proof = comparisons.group_tables(found)
+    _, time, memory = charts.draw_rows(found).axes
     for axis, table, column in ((time, speed, 3), (memory, proof, 4)):
         shown = [text.get_text() for text in axis.texts]
         assert shown == [line.cells[column].split(" ")[0] for line in table.lines]

@@ -94,7 +94,7 @@ def diagnose(measured, found, tmp_path) -> Callable[..., list[Item]]:
         for key, result in found.items():
             metric = re.search(rf'\[{key}\][^\[]*?metric = "(\w+)"', text)
             if metric:
-                value = debug_results.shown(metric[1], result.metrics()[metric[1]])
+                value = result.text(metric[1])
                 text = replace(text, f"{key}.value", value.replace(",", ""))
         for key, value in changes.items():
             text = replace(text, key.replace("__", "."), value)
@@ -159,11 +159,6 @@ def test_a_repaired_stage_has_v3s_gradients(number) -> None:
         assert (gradients[0][name] - gradient).norm() < 1e-5 * gradient.norm(), name
 
 
-def test_a_lost_step_is_not_a_result() -> None:
-    with pytest.raises(AssertionError, match="a step was lost"):
-        measure("stage6_repaired", debug_harness.v3.TinyLlama, lambda runner, steps: [1.0] * steps)
-
-
 def test_the_template_fails(measured) -> None:
     items = check(FOLDER / "diagnosis.toml", measured)
     assert [item.what for item in items if item.ok] == ["your results of the six stages"]
@@ -182,28 +177,20 @@ def test_the_solution_passes(diagnose) -> None:
 WRONG = [
     # A cause that is not the stage's, for each answer that a cause has.
     ("stage1.cause", "learning_rate_too_high", "is taken before any update"),
-    ("stage1.cause", "severed_gradient", "the backward pass reached"),
     ("stage1.cause", "none", "are not those of stage 6: loss_first"),
     ("stage2.cause", "slow_memory_layout", "a slow layout gives the right numbers late"),
-    ("stage2.cause", "default_initialisation", "ln(vocabulary) = 6.91"),
     ("stage2.cause", "magic", "stage2.cause should be one of default_initialisation"),
     ("stage3.cause", "compilation_timed", "would make steps longer"),
-    ("stage3.cause", "program_per_element", "a product cut that small"),
     ("stage4.cause", "too_many_launches", "kernels of Triton's, stage 6's"),
     ("stage5.cause", "activations_not_stored", "no activation is part of it"),
-    ("stage5.cause", "clock_does_not_wait", "of the time that the whole loop took"),
     ("stage6.cause", "strides_ignored", "these are V1's up to"),
     ("stage1.metric", "logits_error", "is not evidence"),
-    ("stage3.metric", "loss_first", "is not evidence"),
     ("stage5.metric", "peak_mb", "which metric is the cause itself"),
-    ("stage5.metric", "programs", "which metric is the cause itself"),
     ("stage1.value", 6.9, "you noted 6.9, your result has"),
     ("stage5.value", 20, "you noted 20, your result has 1"),
-    ("stage5.value", "1", "should be a number, without quotes"),
     ("stage1.fix", "lower_the_learning_rate", "the first loss comes before any update"),
     ("stage2.fix", "larger_blocks", "the same ones are read"),
     ("stage5.fix", "nothing", "that is for another fault: nothing is wrong"),
-    ("stage4.fix", "wait_for_the_work", "the clock is read before the work is done"),
     ("false_claim.impossible_rows", ["medium V3", "medium V4"], "that can't be true: 1"),
     (
         "false_claim.impossible_rows",
@@ -240,7 +227,7 @@ def test_stage6_is_cleared_by_enough_metrics_alone(diagnose) -> None:
     ]
     names = ["loss_first", "loss_last", "tensors_with_grad", "timed_share", "programs"]
     assert "yours are 5" in red(diagnose(stage6__cleared_by=json.dumps(names)))[0]
-    assert "'speed' is none of" in red(diagnose(stage6__cleared_by='["speed"]'))[0]
+    assert "should be a list of loss_first" in red(diagnose(stage6__cleared_by='["speed"]'))[0]
 
 
 def test_a_stage_that_was_changed_or_ran_elsewhere_is_refused(diagnose, measured, tmp_path) -> None:
@@ -295,7 +282,7 @@ def with_times(found, tmp_path) -> Path:
             optimizer_ms=[0.1],
         )
         share = result.metrics()["timed_share"]
-        programs = {"a kernel": 4_212_345} if key == "stage4" else result.programs
+        programs = 4_212_345 if key == "stage4" else result.programs
         debug_results.save(
             dataclasses.replace(result, run=run, loop_ms=3 * step / share, programs=programs),
             folder,
@@ -319,7 +306,7 @@ def test_where_there_are_times_they_are_evidence(with_times, diagnose) -> None:
 def test_a_stage_that_fails_is_reported_and_the_others_go_on(tmp_path, monkeypatch, capfd) -> None:
     bad = tmp_path / "stage1_bad.py"
     bad.write_text("import sys; sys.exit('error: no luck')")
-    monkeypatch.setattr(run_all_stages, "stage_files", lambda: {"stage1": bad, "stage2": bad})
+    monkeypatch.setattr(run_all_stages, "stage_files", lambda: {"1": bad, "2": bad})
     (tmp_path / "stage1_bad.json").write_text("an old result")
     assert run_all_stages.main(["--output-dir", str(tmp_path)]) == 1
     assert capfd.readouterr().err.count("failed: exit 1: no luck") == 2

@@ -146,16 +146,13 @@ NEEDS_A_GPU = 'def code(work):\n    raise NotOnThisMachine("no GPU")\n    yield\
         ({"check.py": ("def time(", NEEDS_A_GPU)}, ("check", "demo"), 77, "machine: no GPU"),
         ({"README.md": ("15 minutes", "15 min")}, ("list",), 0, "it should begin with `# Title`"),
         ({"README.md": ("15 minutes", "15 min")}, ("check", "demo"), 2, "README.md"),
-        ({"check.py": None}, ("check", "demo"), 2, "no exercise is called 'demo'"),
     ],
 )
 def test_what_cannot_be_done_is_one_message(changes, words, status, message, typed, demo) -> None:
     write(demo)
     for name, change in changes.items():
         text = (demo / name).read_text(encoding="utf-8")
-        (demo / name).unlink()
-        if change:
-            (demo / name).write_text(text.replace(*change, 1), encoding="utf-8")
+        (demo / name).write_text(text.replace(*change, 1), encoding="utf-8")
     found, text = typed(*words)
     assert found == status and message in text
 
@@ -163,16 +160,12 @@ def test_what_cannot_be_done_is_one_message(changes, words, status, message, typ
 BROKEN = {
     "syntax": ("def double(x)\n    return x\n", "mine.py, line 1 is no Python: expected ':'"),
     "division": ("def double(x):\n    return 1 / 0\n", "mine.py, line 2, in double: ZeroDiv"),
-    "an import": ("import nowhere\n", "mine.py, line 1: ModuleNotFoundError"),
     "sys.exit": ("import sys\nsys.exit(0)\n", "mine.py, line 2 ends Python"),
-    "recursion": ("def double(x):\n    return double(x)\n", "line 2, in double: RecursionError"),
     "nothing": ("def double(x):\n    x * 2\n", "yours is nothing (None), expected a tensor"),
-    "a number": ("def double(x):\n    return 2.0\n", "yours is a float, expected a tensor"),
     "a list": ("double = [2]\n", "the check could not go on: TypeError: 'list' object"),
     "dtype": ("def double(x):\n    return (2 * x).double()\n", "its dtype is torch.float64"),
     "shape": ("def double(x):\n    return 2 * x[0]\n", "its shape is (3,), expected (2, 3)"),
     "another name": ("def triple(x):\n    return 3 * x\n", "mine.py has no double"),
-    "bytes": ("\n\nx = '\udcff'\n", "mine.py, line 3 is no Python"),
 }
 
 
@@ -197,6 +190,10 @@ ENDED = {
         "import os\nprint('so far')\ndef double(x):\n    os._exit(3)\n",
         "mine.py: Python ended with status 3",
     ),
+    "a long file": (
+        "import os\ndef double(x):\n    os.truncate(PLACE, 1 << 40)\n",
+        "line 3, in double: OSError: .*too large",
+    ),
     "a thread": (
         "import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()\n" + RIGHT,
         "",
@@ -204,35 +201,11 @@ ENDED = {
 }
 
 
-FLOODS = {
-    "prints": ("    print('x' * 10**6)\n", "mine.py, line [34], in double: wrote more than 50 MB"),
-    "files": (
-        "    with open(place, 'wb') as new:\n        new.write(b'x' * 10**6)\n",
-        r"mine.py, line \d, in double: wrote more than 50 MB",
-    ),
-    "a long file": ("    file.truncate(1 << 40)\n", "line 4, in double: OSError: .*too large"),
-}
-
-
-@pytest.mark.parametrize("name", FLOODS)
-def test_what_a_loop_may_write_is_limited(name, demo, tmp_path, monkeypatch) -> None:
-    if "wrote" in FLOODS[name][1] and not Path("/proc/self/io").is_file():
-        pytest.skip("only Linux counts what a process has written")
-    monkeypatch.setattr(runner, "_MOST_WRITTEN", 50 * 10**6)
-    body, message = FLOODS[name]
-    place = tmp_path / "flood"
-    code = f"place = {str(place)!r}; file = open(place, 'wb')\ndef double(x):\n  while True:\n"
-    write(demo, mine=code + body)
-    outcome = runner.run(demo, results=demo, limit_s=300)
-    assert re.search(message, red(outcome.items)), red(outcome.items)
-    assert place.stat().st_size < 2 * 10**9
-    assert sum(map(len, outcome.printed)) <= 1 << 16
-
-
 @pytest.mark.parametrize("name", ENDED)
-def test_code_that_ends_python_or_never_ends(name, demo) -> None:
+def test_code_that_ends_python_or_never_ends(name, demo, tmp_path) -> None:
     code, message = ENDED[name]
-    write(demo, mine=code)
+    (tmp_path / "long").touch()
+    write(demo, mine=code.replace("PLACE", repr(str(tmp_path / "long"))))
     for limit_s in (4, 40, 400) if name == "a loop" else (HANGS_S,):
         outcome = runner.run(demo, results=demo, limit_s=limit_s)
         if "line" in red(outcome.items):  # in 4 s a busy machine has not come to the loop
@@ -251,8 +224,7 @@ def test_code_that_ends_python_or_never_ends(name, demo) -> None:
         ('time_ms = inf\n[cause]\nfirst = "six"\n', "line 3: cause.first should be one of one, tw"),
         ("time_ms = inf\n[cause]\n", "line 1: time_ms should be a finite number"),
         ("[cause]\n", "time_ms is missing; `python -m workshop.exercises reset demo`"),
-        ("time_ms = 1\ncause = 2\n", "cause.first is missing"),
-        ("\udcff", "it is not in UTF-8"),
+        ("\udcff", "can't be read, save it as UTF-8"),
     ],
 )
 def test_broken_answers_are_named_with_their_line(text, message, demo) -> None:
@@ -265,8 +237,7 @@ def test_broken_answers_are_named_with_their_line(text, message, demo) -> None:
 
 
 def test_the_first_wrong_element_is_shown_beside_the_right_one() -> None:
-    torch.manual_seed(0)
-    right = torch.randn(3, 5, 7)
+    right = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0))
     wrong = right.clone()
     wrong[1, 4, 6] += 1
     wrong[2] = float("nan")
@@ -335,13 +306,6 @@ def test_own_results_are_found_newest_first_and_reference_ones_are_not(tmp_path)
     assert work.runs("v2") == [] and len(work.runs("v1", status="interrupted")) == 1
     assert Work(tmp_path, results=tmp_path / "nowhere").runs() == []
     assert work.profile("v1") is None
-
-
-def test_a_check_that_cannot_be_imported_is_named(demo) -> None:
-    write(demo)
-    (demo / "check.py").write_text("import nowhere\n", encoding="utf-8")
-    outcome = runner.run(demo, results=demo, limit_s=HANGS_S)
-    assert "ModuleNotFoundError: No module named 'nowhere' (check.py, line 1)" in red(outcome.items)
 
 
 @pytest.mark.parametrize("folder", sheet.folders(), ids=lambda folder: folder.name)

@@ -3,10 +3,10 @@
 import dataclasses
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -93,13 +93,13 @@ def weight_in_the_activations_scale(patch: pytest.MonkeyPatch) -> None:
 
 
 def gradient_of_the_input_missing(patch: pytest.MonkeyPatch) -> None:
-    true = float8._Float8Product.backward
+    true = float8.Float8Product.backward
 
-    def backward(ctx: object, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, *others = true(ctx, dy)
+    def backward(ctx: object, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx, *others = true(ctx, *dy)
         return torch.zeros_like(dx), *others
 
-    patch.setattr(float8._Float8Product, "backward", staticmethod(backward))
+    patch.setattr(float8.Float8Product, "backward", staticmethod(backward))
 
 
 def one_scale_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -147,10 +147,15 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden(recipe, emulated)
     assert not linear(x, weight, recipe)[3].isfinite().any()
 
 
+def v3_kernels() -> ModuleType:
+    versions.load("v3")  # the interpreter, where there is no GPU
+    return versions.load_file(versions.get_version("v3").path.with_name("triton_float8.py"))
+
+
 def kernels_against_pytorch(device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Results of V3's kernels and of plain PyTorch for the same matrices, in turn: odd sizes and
     strides, zeros, and numbers that are not finite."""
-    both_ways = versions.load("v3").tk.round_both_ways
+    both_ways = v3_kernels().round_both_ways
     wide = torch.randn(130, 300, device=device).bfloat16() * 37
     spoilt = torch.randn(20, 33, device=device)
     spoilt[3, 5], spoilt[7, 8] = torch.nan, torch.inf
@@ -180,55 +185,79 @@ def test_v3_s_kernels_round_as_pytorch_does(emulated) -> None:
         assert torch.equal(found, true)
 
 
-BETWEEN = {
-    "swiglu": (2, lambda tk, x, *_, known: tk.swiglu_fused(x, known)),
-    "rms_norm": (1, lambda tk, x, _, weight, known: tk.rms_norm(x, weight, 1e-5, known)),
-    "add_rms_norm": (2, lambda tk, *args, known: tk.add_rms_norm(*args, 1e-5, known)[0]),
-}
-"""Operators between two products, of a branch, a residual stream and a norm's weight; and how many
-passes over its results and gradients each spares the products."""
+BETWEEN = {"swiglu": 2, "rms_norm": 1, "add_rms_norm": 2}
+"""Operators between two products; and how many passes over its results and gradients each spares
+the products."""
 
 
 @needs_v3
 @recipes
 @pytest.mark.parametrize("name", BETWEEN)
 @pytest.mark.parametrize("device", [CPU, pytest.param(GPU, marks=pytest.mark.gpu)], ids=str)
-def test_v3_s_operators_bring_their_largest_elements_along(
+def test_v3_s_operators_find_the_amax_on_the_way(
     device, name, recipe, emulated, monkeypatch
 ) -> None:
-    """The same numbers, with fewer passes over the tensors between two products."""
+    """The numbers of V3's other operators, with fewer passes over what is between two products."""
     if device == GPU:
         needs(recipe)
-    tk = versions.load("v3").tk
-    rounding = sys.modules["triton_float8"]
-    kernel, passes = rounding._float8_largest_kernel, []
+    kernels, tk = v3_kernels(), versions.load("v3").tk
+    blocks = versions.load_file(Path(kernels.__file__).with_name("tiny_llama_v3_float8.py"))
+    kernel, passes = kernels._float8_amax_kernel, []
 
     class Counted:
         def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
             passes.append(grid)
             return kernel[grid]
 
-    monkeypatch.setattr(rounding, "_float8_largest_kernel", Counted())
-    types = float8.formats(device, recipe)
-    product = partial(
-        float8.float8_linear, recipe=recipe, types=types, both_ways=tk.round_both_ways
-    )
-    spared, between = BETWEEN[name]
+    monkeypatch.setattr(kernels, "_float8_amax_kernel", Counted())
+    block = blocks.Float8Block()
+    block.recipe, block.types = recipe, float8.formats(device, recipe)
     normal = partial(torch.randn, device=device)
     tokens = (2, 8) if device == CPU else (8, 1024)  # a program of the norm takes several turns
     x, dy = (normal(*tokens, 32).bfloat16() for _ in range(2))
-    into, out = normal(96, 32), normal(32, 48 if name == "swiglu" else 96)
-    stream, weight = normal(*tokens, 96), normal(96)
+    between = 48 if name == "swiglu" else 96
+    given = x, normal(96, 32), normal(32, between), normal(*tokens, 96), normal(96)
+
+    product = partial(
+        float8.float8_linear,
+        recipe=recipe,
+        types=block.types,
+        both_ways=kernels.round_both_ways,
+    )
+
+    def plainly(x: Tensor, into: Tensor, stream: Tensor, weight: Tensor) -> tuple[Tensor, None]:
+        y = product(x, into)
+        if name == "swiglu":
+            return tk.swiglu_fused(y), None
+        if name == "rms_norm":
+            return tk.rms_norm(y, weight, 1e-5), None
+        return tk.add_rms_norm(y, stream, weight, 1e-5)[0], None
+
+    def with_amax(x: Tensor, into: Tensor, stream: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        if name == "swiglu":
+            return kernels.swiglu(*block.multiply(x, into))
+        if name == "rms_norm":
+            return kernels.rms_norm(product(x, into), weight, 1e-5, torch.bfloat16)
+        return kernels.add_rms_norm(*block.multiply(x, into), stream, weight, 1e-5)[:2]
+
     found = []
-    for known in (False, True):
-        leaves = [leaf.clone().requires_grad_() for leaf in (x, into, out, stream, weight)]
+    for between in (plainly, with_amax):
+        x, into, out, stream, weight = (leaf.clone().requires_grad_() for leaf in given)
         with torch.autocast(device.type, torch.bfloat16):
-            branch = product(leaves[0], leaves[1])
-            y = product(between(tk, branch, *leaves[3:], known=known), leaves[2])
+            y, amax = between(x, into, stream, weight)
+            y = product(y, out, x_amax=amax)
         y.backward(dy)
+        leaves = (x, into, out, stream, weight)
         found.append((y, *(leaf.grad for leaf in leaves if leaf.grad is not None)))
     assert all(map(torch.equal, *found))
-    assert len(passes) == 6 + (6 - spared if recipe == TENSORWISE else 6)
+    assert len(passes) == 6 + (6 - BETWEEN[name] if recipe == TENSORWISE else 6)
+
+
+@needs_v3
+def test_the_amax_of_what_is_not_a_number_is_infinite(emulated) -> None:
+    gate_up = torch.randn(16, 96).bfloat16()
+    gate_up[3, 5] = torch.nan
+    assert v3_kernels().swiglu(gate_up, torch.empty(1))[1].isinf()
 
 
 class Casts(TorchDispatchMode):
@@ -568,20 +597,3 @@ def test_the_gate_passes_on_a_gpu(key, as_timed, precision) -> None:
 def test_300_steps_of_text_on_a_gpu(precision) -> None:
     needs(FLOAT8[precision].float8_recipe)
     lose_no_more_than_v1(precision, GPU, ("v2", "v3", "v4"))
-
-
-@needs_v3
-def test_what_is_known_of_a_matrix_is_not_taken_for_another(emulated: None) -> None:
-    tk = versions.load("v3").tk
-    gate_up = torch.randn(16, 96).bfloat16()
-    gate_up[3, 5] = torch.nan
-    gate_up[15] *= 8
-    for spoilt in (False, True):
-        y = tk.swiglu_fused(gate_up.nan_to_num() if not spoilt else gate_up, float8=True)
-        changed = tk.swiglu_fused(gate_up.nan_to_num(), float8=True).mul_(8)
-        for x in (y, y[:7], changed):
-            found, true = (
-                each(x, torch.float8_e4m3fn, False)[1]
-                for each in (tk.round_both_ways, float8.round_both_ways)
-            )
-            assert torch.equal(found, true.nan_to_num(torch.inf))

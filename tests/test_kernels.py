@@ -18,6 +18,7 @@ from triton_launch import cdiv
 
 import triton_attention
 import triton_cross_entropy
+import triton_float8
 import triton_kernels as ops
 from kernel_cases import (
     CASES,
@@ -139,7 +140,9 @@ def fp16_call(case: Case) -> tuple[Callable[[Tensors], list[Tensor]], Tensors, T
 
 
 def rounded(given: Tensors) -> list[Tensor]:
-    results = (ops.round_both_ways(given["x"], torch.float8_e5m2, how) for how in (False, True))
+    results = (
+        triton_float8.round_both_ways(given["x"], torch.float8_e5m2, how) for how in (False, True)
+    )
     return [x.float() for its in results for x in its]
 
 
@@ -237,12 +240,12 @@ def test_heads_of_a_product_computed_elsewhere_are_attended_alike() -> None:
     expected = ops.qkv_attention(x, weight, *tables, H, K)
     (gradient,) = torch.autograd.grad(expected, weight, dout)
     qkv = x @ weight.t()
-    found = ops.heads_attention(qkv, *tables, H, K)
+    found = triton_float8.heads_attention(qkv, *tables, H, K)
     assert torch.equal(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, weight, dout)[0], gradient)
     qkv = x @ weight.t()
     kept = qkv.square()  # needs qkv as it was
-    ops.heads_attention(qkv, *tables, H, K)
+    triton_float8.heads_attention(qkv, *tables, H, K)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.sum().backward()
 

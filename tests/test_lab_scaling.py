@@ -14,8 +14,7 @@ from test_lab_scale_out import RUN, TESTS, Processes, one_line, processes, the_r
 from torch.distributed import run as torchrun
 
 from labs.scale_out import collectives, documents, loop, measure, request, scaling
-from workshop import errors, labs, records
-from workshop.compare import tables
+from workshop import errors, labs, records, tables
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
 from workshop.profilers import kineto

@@ -9,14 +9,14 @@ import pytest
 import torch
 from stored_runs import lab_run, lab_session, reference, write, write_lab
 
-from workshop import labs, records
+from workshop import labs, records, tables
 from workshop.collection import Collection
-from workshop.compare import lab_table, tables
 from workshop.dashboard import blocks
 from workshop.errors import WorkshopError
+from workshop.judge import lab_record
 from workshop.labs import LabRow, LabRun
 from workshop.results import Audit, Parity, RunResult
-from workshop.run import lab_record
+from workshop.show import lab_table
 
 RED = Parity(status="fail", failures=["logits differ"])
 LABS = blocks.LABS

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from workshop import parity as gate_command
 from workshop import versions
-from workshop.gate import parity
+from workshop.gate import outcome, parity
 from workshop.judge import wire
 from workshop.run import flops, interpreter, presets
 from workshop.run.precision import get_precision
@@ -660,7 +660,7 @@ def test_an_optimizer_5_percent_too_fast_moves_every_weight_too_far(precision, o
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_the_model_that_fp32_is_tried_on_is_small_and_of_the_same_kind(name) -> None:
     config = V1.TinyLlamaConfig(**presets.get_preset(name).model())
-    small = parity.small_config(config)
+    small = outcome.small_config(config)
     assert (small == config) == (name == "tiny")
     assert flops.parameter_count(small) < 90e6
     for kept in ("num_layers", "head_dim", "rope_theta", "norm_eps", "max_seq_len"):

@@ -39,17 +39,16 @@ folder.mkdir()
 run_all.main(["--folder", str(folder), "--output-dir", str(here / "out"), "run_nsys.sh"])
 """,
     "an exercise's check": """
-from workshop.exercises import runner, sheet
+from workshop.exercises import frame, runner
 folder = here / "version1_pytorch_baseline" / "exercises" / "endless"
 folder.mkdir(parents=True)
-(here / "child.py").rename(folder / sheet.CHECK)
+(here / "child.py").rename(folder / frame.CHECK)
 runner.run(folder, limit_s=1e6)
 """,
     "the stages of performance_debugging": """
 sys.path.insert(0, "version3_triton/exercises/performance_debugging")
 import run_all_stages
-arguments = argparse.Namespace(device="cpu", output_dir=here)
-run_all_stages._run_one(here / "child.py", arguments, print)
+run_all_stages.run(here / "child.py", "cpu", here)
 """,
     "the check of a machine": """
 from workshop.classroom import check_machine
@@ -58,7 +57,7 @@ check_machine._run([sys.executable, str(here / "child.py")])
 """,
 }
 BEGINNING = """
-import argparse, sys
+import sys
 from pathlib import Path
 here = Path(sys.argv[1])
 """

@@ -201,7 +201,11 @@ def test_every_kernel_of_version_3_has_a_category() -> None:
         "_embedding_backward_kernel": "other",
         "_adamw_step_kernel": "optimizer",
         "_adamw_kernel": "optimizer",
-        "_float8_largest_kernel": "elementwise",
+        "_float8_amax_kernel": "elementwise",
+        "_float8_rms_norm_forward_kernel": "norm",
+        "_float8_rms_norm_backward_kernel": "norm",
+        "_float8_swiglu_forward_kernel": "elementwise",
+        "_float8_swiglu_backward_kernel": "elementwise",
         "_float8_round_kernel": "copy",
     }
     sources = (path.read_text() for path in (ROOT / "version3_triton").glob("triton_*.py"))

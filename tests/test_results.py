@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from workshop import records, results
-from workshop.compare import rows, tables
+from workshop import records, results, tables
+from workshop.compare import rows
 from workshop.errors import WorkshopError
 from workshop.records import Comparison
 from workshop.results import Audit, Gradients, Parity, RunResult
+from workshop.show import comparisons
 from workshop.versions import VERSIONS
 
 SESSION = "20260102-030405-abcdef"
@@ -327,7 +328,7 @@ def show_or_refuse(content: object, folder: Path) -> None:
     except WorkshopError as error:
         assert str(path) in str(error)
         return
-    report = tables.of_rows(rows.build_rows([damaged, make_result("v2")]))
+    report = comparisons.of_rows(rows.build_rows([damaged, make_result("v2")]))
     with contextlib.redirect_stdout(io.StringIO()):
         for form in tables.FORMATS:
             report.show(form)

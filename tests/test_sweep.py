@@ -10,14 +10,15 @@ from test_compare import FEW_STEPS, SHRINK_PRESET, V2, copy_repository, use_vers
 from test_results import make_result
 
 from analysis_tools import compare_versions
-from workshop import cli, records, results, versions
-from workshop.compare import sweep, tables
+from workshop import cli, records, results, tables, versions
+from workshop.compare import sweep
 from workshop.compare.sweep import AXES, Curve, Sweep
 from workshop.errors import WorkshopError
 from workshop.gate import gate_size, parity
 from workshop.judge.plans import Plan, record
 from workshop.results import RunResult
 from workshop.run import flops, hardware, memory, precision, presets, trainer
+from workshop.show import comparisons
 
 SESSION = "20260102-030405-abcdef"
 OUT_OF_MEMORY = "out of memory on Some CPU: a further 2 GB was asked for at batch size 8; lower it"
@@ -173,7 +174,7 @@ def test_a_size_that_cannot_fit_is_not_tried(tmp_path, monkeypatch) -> None:
     assert v1.points[-1].predicted_mb == pytest.approx(50 + 64 * 20)
     assert v1.predicted_end == pytest.approx(128 * (950 / 20) ** 0.5, rel=1e-3)
     assert (v2.fits, v2.measured_limit, v2.predicted_limit) == (2048, None, None)
-    limits = tables.limits(one)
+    limits = comparisons.limits(one)
     assert limits[0].startswith("v1: fits up to 512; 1,024 would take 1,330 MB of 1,000 (predicted")
     assert not one.failed
 
@@ -203,7 +204,7 @@ def test_a_version_that_was_out_of_memory_is_not_run_at_larger_sizes(tmp_path) -
     (one,) = sweep.build(records.load_folder(tmp_path, RunResult), BATCH)
     v1, v2 = one.curves
     assert (v1.fits, v1.measured_limit) == (8, 16)
-    assert "out of memory at 16 (measured)" in tables.limits(one)[0]
+    assert "out of memory at 16 (measured)" in comparisons.limits(one)[0]
     assert v2.fits == 32 and not one.failed
 
 
@@ -245,7 +246,7 @@ def build(*runs: RunResult) -> Sweep:
 
 
 def markdown(one: Sweep) -> str:
-    return tables.markdown(tables.of_sweeps([one]).tables)
+    return tables.markdown(comparisons.of_sweeps([one]).tables)
 
 
 def curve(one: Sweep, version: str) -> Curve:
@@ -273,7 +274,7 @@ def test_a_speed_up_is_over_v1_at_the_same_size() -> None:
                 at("v2", 256, step_ms=[64.0] * 5))  # fmt: skip
     points = curve(one, "v2").points
     assert [point.row.speedup for point in points] == [2.0, 4.0]
-    cells = [line.cells[4] for line in tables.sweep_table(one).lines if line.cells[1] == "v2"]
+    cells = [line.cells[4] for line in comparisons.sweep_table(one).lines if line.cells[1] == "v2"]
     assert cells == ["2.00x (1 process)", "4.00x (1 process)"]
     assert "(1 process): no interval" in markdown(one)
 
@@ -281,9 +282,14 @@ def test_a_speed_up_is_over_v1_at_the_same_size() -> None:
 def test_a_red_gate_has_no_figures_and_fails_the_sweep() -> None:
     one = build(at("v1", 128), at("v1", 256), at("v2", 128), at("v2", 256, gate="fail"))
     assert one.failed
-    assert tables.point_without_time(curve(one, "v2").points[1]) == "FAIL"
-    assert [line.style for line in tables.sweep_table(one).lines] == [None, None, None, "red"]
-    record = tables.of_sweeps([one]).items[0]["curves"][1]["points"][1]
+    assert comparisons.point_without_time(curve(one, "v2").points[1]) == "FAIL"
+    assert [line.style for line in comparisons.sweep_table(one).lines] == [
+        None,
+        None,
+        None,
+        "red",
+    ]
+    record = comparisons.of_sweeps([one]).items[0]["curves"][1]["points"][1]
     assert (record["step_ms"], record["peak_memory_mb"], record["parity"]) == (None, None, "fail")
 
 

@@ -18,10 +18,10 @@ from test_versions import Recorder
 from torch import nn
 
 from analysis_tools import compare_versions
-from workshop import cli, records, results, versions
+from workshop import cli, records, results, tables, versions
 from workshop.classroom import instructor
 from workshop.collection import Collection
-from workshop.compare import rows, tables, waterfall
+from workshop.compare import rows, waterfall
 from workshop.compare.waterfall import NEEDS_GPU, Rung
 from workshop.dashboard.data import Snapshot
 from workshop.gate import parity
@@ -30,6 +30,7 @@ from workshop.roofline import inputs as roofline_inputs
 from workshop.roofline.inputs import STEP
 from workshop.run import interpreter
 from workshop.run.precision import PRECISIONS
+from workshop.show import comparisons
 from workshop.versions import VERSIONS
 
 SIZES = {
@@ -57,11 +58,11 @@ def rungs(to: str, precision: str = "fp32", *, on_gpu: bool = True) -> list[Rung
 
 
 def cells(one: waterfall.Waterfall) -> list[list[str]]:
-    return [list(line.cells) for line in tables.waterfall_table(one).lines]
+    return [list(line.cells) for line in comparisons.waterfall_table(one).lines]
 
 
 def markdown(one: waterfall.Waterfall) -> str:
-    return tables.markdown([tables.waterfall_table(one)])
+    return tables.markdown([comparisons.waterfall_table(one)])
 
 
 # --- the rungs --------------------------------------------------------------------------------
@@ -249,7 +250,7 @@ def test_a_rung_with_a_red_gate_has_no_time_and_the_next_skips_it() -> None:
     text = markdown(one)
     assert "| SDPA | v2 | - | - | - | FAIL | - |" in text
     assert "- native GQA: over F.rms_norm, since SDPA has no time" in text
-    assert sdpa.row is not None and tables.without_time(sdpa.row) == "FAIL"
+    assert sdpa.row is not None and comparisons.without_time(sdpa.row) == "FAIL"
 
 
 def test_no_time_of_an_interpreted_rung_is_anywhere() -> None:
@@ -260,8 +261,8 @@ def test_no_time_of_an_interpreted_rung_is_anywhere() -> None:
     for step in untimed:
         assert (step.step_ms, step.gain, step.saved_ms) == (None, None, None)
         assert step.row is not None and step.row.parity == "pass" and step.row.speedup is None
-        assert tables.without_time(step.row) == "interpreted, not comparable"
-    records = tables.of_waterfalls([one]).items[0]["steps"]
+        assert comparisons.without_time(step.row) == "interpreted, not comparable"
+    records = comparisons.of_waterfalls([one]).items[0]["steps"]
     assert [r["step_ms"] for r in records if r["version"] == "v3"] == [None] * 9
     assert [s.note for s in one.steps if s.rung.title == "graph"] == [NEEDS_GPU]
     assert not one.failed

@@ -25,7 +25,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +75,6 @@ class Fusions:
     fuse_optimizer: bool = True  # AdamW
 
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""y (..., O) of x (..., I) and a weight (O, I)."""
-
-
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
 
@@ -95,12 +90,6 @@ class RMSNorm(nn.Module):
         if branch is None:
             return self.norm(stream, self.weight, self.eps), stream
         return self.add_norm(branch, stream, self.weight, self.eps)
-
-    def bring_largest(self) -> None:
-        """Has the norm's kernel find the amax: its result goes into a product in fp8."""
-        if self.norm is tk.rms_norm:
-            self.norm = partial(tk.rms_norm, float8=True)
-            self.add_norm = partial(tk.add_rms_norm, float8=True)
 
 
 def rope_tables(config: TinyLlamaConfig) -> tuple[Tensor, Tensor]:
@@ -135,10 +124,6 @@ class Attention(nn.Module):
         y = self.attend(x, self.qkv_proj.weight, cos, sin, *heads)  # (B, T, H D)
         return self.linear(y, self.o_proj.weight)
 
-    def multiply_by(self, linear: Product) -> None:
-        self.linear = linear
-        self.attend = lambda x, weight, *rest: tk.heads_attention(linear(x, weight), *rest)
-
 
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
@@ -154,12 +139,6 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.linear(x, self.gate_up_proj.weight)  # (B, T, 2F)
         return self.swiglu_linear(gate_up, self.down_proj.weight)
-
-    def multiply_by(self, linear: Product) -> None:
-        self.linear = linear
-        self.swiglu_linear = lambda gate_up, weight: linear(
-            tk.swiglu_fused(gate_up, float8=True), weight
-        )
 
 
 class Block(nn.Module):
@@ -236,15 +215,6 @@ class TinyLlama(nn.Module):
         if targets is None:
             return self.lm_head(x)  # (B, T, V)
         return self.loss(x, self.lm_head.weight, targets)
-
-    def multiply_by(self, linear: Callable[..., Tensor]) -> None:
-        """Makes `linear` of the blocks' products, as fp8 needs. What is between them stays with the
-        kernels, and so does rounding to fp8."""
-        for part in self.modules():
-            if isinstance(part, RMSNorm):
-                part.bring_largest()
-            elif isinstance(part, (Attention, FeedForward)):
-                part.multiply_by(partial(linear, both_ways=tk.round_both_ways))
 
 
 def configure_optimizer(model: TinyLlama, learning_rate: float) -> torch.optim.Optimizer:

@@ -8,10 +8,9 @@
     triton_cross_entropy  linear_cross_entropy
     triton_embedding      embedding
     triton_adamw          AdamW
-    triton_float8         round_both_ways: a matrix in fp8, as it is and transposed; without
-                          autograd, its plain form is in workshop/run/float8.py
     triton_linear         linear: no kernel, but PyTorch's product without a cast
     triton_launch         where they run, how tiles are looked up, what is refused
+    triton_float8         for `--precision fp8` alone (tiny_llama_v3_float8.py): not imported here
 
 A kernel file reads top to bottom: the kernels, their tiles by device, the operators that launch
 them (registered with PyTorch, for torch.compile and the flop counter), their gradients, then the
@@ -25,9 +24,8 @@ from triton_adamw import AdamW
 from triton_attention import HEAD_SIZES, flash_attention, flash_attention_reference
 from triton_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from triton_embedding import embedding, embedding_reference
-from triton_float8 import round_both_ways
 from triton_linear import linear, linear_reference
-from triton_qkv_attention import heads_attention, qkv_attention, qkv_attention_reference
+from triton_qkv_attention import qkv_attention, qkv_attention_reference
 from triton_rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from triton_rope import apply_rope, apply_rope_reference
 from triton_swiglu import (

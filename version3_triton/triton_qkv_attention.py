@@ -109,23 +109,6 @@ class _QkvAttention(torch.autograd.Function):
         return dx, weight_gradient(dqkv, x, weight_dtype), None, None, None, None, None
 
 
-def _check_heads(
-    op: str, name: str, width: int, cos: Tensor, sin: Tensor, T: int, H: int, K: int
-) -> None:
-    """Raises ValueError where `width` rows or columns are not the heads of q, k and v."""
-    if K < 1 or H % K or H < 1:
-        raise ValueError(f"{op}: {H} query heads do not share {K} key/value heads")
-    D, rest = divmod(width, H + 2 * K)
-    if rest or D not in HEAD_SIZES:
-        raise ValueError(
-            f"{op}: {name} has {width} numbers for {H + 2 * K} heads; a head has one of "
-            f"{HEAD_SIZES}"
-        )
-    check_tables(op, cos, sin, T, D)
-    if T * width > MAX_OFFSET:
-        raise ValueError(f"{op}: {T} tokens lie more than {MAX_OFFSET} numbers apart")
-
-
 def qkv_attention(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
 ) -> Tensor:
@@ -151,47 +134,19 @@ def qkv_attention(
     check(op, x=x, weight=weight, cos=cos, sin=sin)
     check_shape(op, "x", x, "B", "T", "C")
     check_shape(op, "weight", weight, "(H + 2K) D", x.shape[-1])
-    _check_heads(op, "weight", weight.shape[0], cos, sin, x.shape[1], num_heads, num_kv_heads)
-    return _QkvAttention.apply(x, weight, cos, sin, num_heads, num_kv_heads, autocast_dtype(x))
-
-
-class _HeadsAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, qkv, cos, sin, H, K):
-        ctx.heads = H, K
-        out, lse = qkv_attention_forward(qkv, cos, sin, H, K)
-        torch.autograd.graph.increment_version(qkv)  # backward passes that have kept it refuse
-        ctx.save_for_backward(cos, sin, out, qkv, lse)
-        return out
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dout):
-        cos, sin, out, qkv, lse = ctx.saved_tensors
-        dqkv = qkv_attention_backward(dout, qkv, out, lse, cos, sin, *ctx.heads)
-        return dqkv, None, None, None, None
-
-
-def heads_attention(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
-) -> Tensor:
-    """`qkv_attention` behind a product that is computed elsewhere, as in fp8; q and k are rotated
-    in their place.
-
-    Args:
-        qkv: (B, T, (H + 2K) D), overwritten. cos, sin: (T, D). They get no gradient.
-
-    Returns:
-        (B, T, H D).
-
-    Raises:
-        TypeError, ValueError: as `qkv_attention`.
-    """
-    op = "heads_attention"
-    check(op, qkv=qkv, cos=cos, sin=sin)
-    check_shape(op, "qkv", qkv, "B", "T", "(H + 2K) D")
-    _check_heads(op, "qkv", qkv.shape[-1], cos, sin, qkv.shape[1], num_heads, num_kv_heads)
-    return _HeadsAttention.apply(qkv.contiguous(), cos, sin, num_heads, num_kv_heads)
+    H, K, T, width = num_heads, num_kv_heads, x.shape[1], weight.shape[0]
+    if K < 1 or H % K or H < 1:
+        raise ValueError(f"{op}: {H} query heads do not share {K} key/value heads")
+    D, rest = divmod(width, H + 2 * K)
+    if rest or D not in HEAD_SIZES:
+        raise ValueError(
+            f"{op}: weight has {width} numbers for {H + 2 * K} heads; a head has one of "
+            f"{HEAD_SIZES}"
+        )
+    check_tables(op, cos, sin, T, D)
+    if T * width > MAX_OFFSET:
+        raise ValueError(f"{op}: {T} tokens lie more than {MAX_OFFSET} numbers apart")
+    return _QkvAttention.apply(x, weight, cos, sin, H, K, autocast_dtype(x))
 
 
 def qkv_attention_reference(

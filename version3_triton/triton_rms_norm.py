@@ -5,6 +5,7 @@ Shapes in the comments:
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from triton_launch import (
     as_rows,
@@ -26,7 +27,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton_float8 import keep_largest, new_largest, raise_to_largest, sizes_of
 
 MAX_WIDTH = 65536  # a row stays in the registers of one program
 
@@ -35,80 +35,100 @@ MAX_WIDTH = 65536  # a row stays in the registers of one program
 
 
 @triton.jit
+def norm_rows(
+    x_ptr, branch_ptr, weight, y_ptr, stream_ptr, rstd_ptr, c, stride_x, stride_branch,
+    group, rows, C, eps, ADD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Writes the normed rows of one group, and returns them."""
+    r = group * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    inside = (r[:, None] < rows) & (c[None, :] < C)
+    x = tl.load(x_ptr + r[:, None] * stride_x + c[None, :], mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    out = r[:, None] * C + c[None, :]
+    if ADD:
+        branch = tl.load(
+            branch_ptr + r[:, None] * stride_branch + c[None, :], mask=inside, other=0.0
+        )
+        stream = (x + branch.to(tl.float32)).to(stream_ptr.dtype.element_ty)
+        tl.store(stream_ptr + out, stream, mask=inside)
+        x = stream.to(tl.float32)  # as rounded: the backward pass will see no other
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / C + eps)
+    tl.store(rstd_ptr + r, rstd, mask=r < rows)
+    y = (x * rstd[:, None] * weight[None, :]).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + out, y, mask=inside)
+    return y
+
+
+@triton.jit
 def _rms_norm_forward_kernel(
-    x_ptr, branch_ptr, weight_ptr, y_ptr, stream_ptr, rstd_ptr, largest_ptr,
-    stride_x, stride_branch, rows, C, eps,
-    ADD: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    x_ptr, branch_ptr, weight_ptr, y_ptr, stream_ptr, rstd_ptr, stride_x, stride_branch,
+    rows, C, eps, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every P-th group of ROWS rows, and keeps the weight in registers."""
     begin_early()
     c = tl.arange(0, BLOCK_C)
     weight = tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     for group in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        r = group * ROWS + tl.arange(0, ROWS).to(tl.int64)
-        inside = (r[:, None] < rows) & (c[None, :] < C)
-        x = tl.load(x_ptr + r[:, None] * stride_x + c[None, :], mask=inside, other=0.0)
-        x = x.to(tl.float32)
-        out = r[:, None] * C + c[None, :]
-        if ADD:
-            branch = tl.load(
-                branch_ptr + r[:, None] * stride_branch + c[None, :], mask=inside, other=0.0
-            )
-            stream = (x + branch.to(tl.float32)).to(stream_ptr.dtype.element_ty)
-            tl.store(stream_ptr + out, stream, mask=inside)
-            x = stream.to(tl.float32)  # as rounded: the backward pass will see no other
-        rstd = tl.rsqrt(tl.sum(x * x, 1) / C + eps)
-        tl.store(rstd_ptr + r, rstd, mask=r < rows)
-        y = (x * rstd[:, None] * weight[None, :]).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + out, y, mask=inside)
-        if LARGEST:
-            raise_to_largest(largest_ptr, sizes_of(y))
+        norm_rows(
+            x_ptr, branch_ptr, weight, y_ptr, stream_ptr, rstd_ptr, c, stride_x, stride_branch,
+            group, rows, C, eps, ADD, ROWS,
+        )  # fmt: skip
+
+
+@triton.jit
+def norm_rows_backward(
+    dy_ptr, dstream_ptr, x_ptr, weight, rstd_ptr, dx_ptr, dbranch_ptr, dw, c,
+    stride_dy, stride_dstream, stride_x, group, rows, C,
+    ADD: tl.constexpr, BRANCH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Writes dx of one group of rows; returns dw with their part, and dx in the branch's dtype.
+
+    With n = x rstd the normed row and g = dy weight:  dx = rstd (g - n mean(g n)),  dw = dy n.
+    """
+    r = group * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    inside = (r[:, None] < rows) & (c[None, :] < C)
+    dy = tl.load(dy_ptr + r[:, None] * stride_dy + c[None, :], mask=inside, other=0.0)
+    x = tl.load(x_ptr + r[:, None] * stride_x + c[None, :], mask=inside, other=0.0)
+    rstd = tl.load(rstd_ptr + r, mask=r < rows, other=0.0)
+    dy = dy.to(tl.float32)
+    normed = x.to(tl.float32) * rstd[:, None]
+    dw += tl.sum(dy * normed, 0)
+    g = dy * weight[None, :]
+    dx = rstd[:, None] * (g - normed * (tl.sum(g * normed, 1) / C)[:, None])
+    if ADD:  # the sum's other reader, further down the residual stream
+        dstream = tl.load(
+            dstream_ptr + r[:, None] * stride_dstream + c[None, :], mask=inside, other=0.0
+        )
+        dx += dstream.to(tl.float32)
+    out = r[:, None] * C + c[None, :]
+    tl.store(dx_ptr + out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    dbranch = dx.to(dbranch_ptr.dtype.element_ty)
+    if BRANCH:  # the same gradient in the branch's dtype
+        tl.store(dbranch_ptr + out, dbranch, mask=inside)
+    return dw, dbranch
 
 
 @triton.jit
 def _rms_norm_backward_kernel(
     dy_ptr, dstream_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dbranch_ptr, partial_dw_ptr,
-    largest_ptr, stride_dy, stride_dstream, stride_x, rows, C,
-    ADD: tl.constexpr, BRANCH: tl.constexpr, LARGEST: tl.constexpr, STAGES: tl.constexpr,
+    stride_dy, stride_dstream, stride_x, rows, C,
+    ADD: tl.constexpr, BRANCH: tl.constexpr, STAGES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """With n = x rstd the normed row and g = dy weight:  dx = rstd (g - n mean(g n)),  dw = dy n.
-
-    dw sums over all rows: each program over its own, into its own row of partial_dw (P, C). While
-    it works on some rows, those of its next STAGES - 1 turns are on their way to shared memory.
-    """
+    """dw sums over all rows: each program over its own, into its own row of partial_dw (P, C).
+    While it works on some rows, those of its next STAGES - 1 turns are on their way to shared
+    memory."""
     begin_early()
     c = tl.arange(0, BLOCK_C)
     weight = tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     dw = tl.zeros((BLOCK_C,), tl.float32)
-    sizes = tl.zeros((ROWS,), tl.float32)
     groups = tl.cdiv(rows, ROWS)
     for group in tl.range(tl.program_id(0), groups, tl.num_programs(0), num_stages=STAGES):
-        r = group * ROWS + tl.arange(0, ROWS).to(tl.int64)
-        inside = (r[:, None] < rows) & (c[None, :] < C)
-        dy = tl.load(dy_ptr + r[:, None] * stride_dy + c[None, :], mask=inside, other=0.0)
-        x = tl.load(x_ptr + r[:, None] * stride_x + c[None, :], mask=inside, other=0.0)
-        rstd = tl.load(rstd_ptr + r, mask=r < rows, other=0.0)
-        dy = dy.to(tl.float32)
-        normed = x.to(tl.float32) * rstd[:, None]
-        dw += tl.sum(dy * normed, 0)
-        g = dy * weight[None, :]
-        dx = rstd[:, None] * (g - normed * (tl.sum(g * normed, 1) / C)[:, None])
-        if ADD:  # the sum's other reader, further down the residual stream
-            dstream = tl.load(
-                dstream_ptr + r[:, None] * stride_dstream + c[None, :], mask=inside, other=0.0
-            )
-            dx += dstream.to(tl.float32)
-        out = r[:, None] * C + c[None, :]
-        tl.store(dx_ptr + out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-        if BRANCH:  # the same gradient in the branch's dtype
-            dbranch = dx.to(dbranch_ptr.dtype.element_ty)
-            tl.store(dbranch_ptr + out, dbranch, mask=inside)
-            if LARGEST:
-                sizes = tl.maximum(sizes, tl.max(sizes_of(dbranch), 1))
+        dw, _ = norm_rows_backward(
+            dy_ptr, dstream_ptr, x_ptr, weight, rstd_ptr, dx_ptr, dbranch_ptr, dw, c,
+            stride_dy, stride_dstream, stride_x, group, rows, C, ADD, BRANCH, ROWS,
+        )  # fmt: skip
     tl.store(partial_dw_ptr + tl.program_id(0).to(tl.int64) * C + c, dw, mask=c < C)
-    if LARGEST:
-        raise_to_largest(largest_ptr, sizes)
 
 
 @triton.jit
@@ -216,63 +236,84 @@ def _backward_launch(
 # --- operators ----------------------------------------------------------------------------------
 
 
+def launch_forward(
+    kernel: Any, stream: Tensor, branch: Tensor | None, weight: Tensor, eps: float,
+    dtype: torch.dtype, *more: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The normed rows, the sum that they are of (without a branch another name of them), and
+    1 / sqrt(mean(sum^2) + eps) of each row, (R,).
+
+    Args:
+        kernel: `_rms_norm_forward_kernel`, or one that takes `more` tensors behind `rstd`.
+    """
+    rows = as_rows(stream)
+    branch_rows = rows if branch is None else as_rows(branch)
+    R, C = rows.shape
+    y, rstd = stream.new_empty(stream.shape, dtype=dtype), _new_rstd(stream)
+    total = y if branch is None else stream.new_empty(stream.shape)
+    programs, constants = _launch(_block(FORWARD_BLOCKS, C), R, C, stream.device)
+    kernel[(programs,)](
+        rows, branch_rows, weight.contiguous(), y, total, rstd, *more,
+        rows.stride(0), branch_rows.stride(0), R, C, eps, ADD=branch is not None, **constants,
+    )  # fmt: skip
+    return y, total, rstd
+
+
 def _new_rstd(x: Tensor) -> Tensor:
     return x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
 
 
 @operator(
     "tiny_llama::rms_norm",
-    fake=lambda x, weight, eps, dtype, _: (x.new_empty(x.shape, dtype=dtype), _new_rstd(x)),
-    mutates_args=("largest",),
+    fake=lambda x, weight, eps, dtype: (x.new_empty(x.shape, dtype=dtype), _new_rstd(x)),
 )
 def rms_norm_forward(
-    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, largest: Tensor | None
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The normed rows, and 1 / sqrt(mean(x^2) + eps) of each, (R,). In `largest` (1,), if it is
-    given, goes the largest size of a normed element."""
-    rows = as_rows(x)
-    R, C = rows.shape
-    weight = weight.contiguous()
-    y, rstd = x.new_empty(x.shape, dtype=dtype), _new_rstd(x)
-    programs, constants = _launch(_block(FORWARD_BLOCKS, C), R, C, x.device)
-    _rms_norm_forward_kernel[(programs,)](
-        rows, rows, weight, y, y, rstd, y if largest is None else largest,
-        rows.stride(0), 0, R, C, eps, ADD=False, LARGEST=largest is not None, **constants,
-    )  # fmt: skip
+    """The normed rows, and 1 / rms of each, (R,)."""
+    y, _, rstd = launch_forward(_rms_norm_forward_kernel, x, None, weight, eps, dtype)
     return y, rstd
 
 
 @operator(
     "tiny_llama::add_rms_norm",
-    fake=lambda branch, stream, weight, eps, dtype, _: (
+    fake=lambda branch, stream, weight, eps, dtype: (
         stream.new_empty(stream.shape, dtype=dtype),
         stream.new_empty(stream.shape),
         _new_rstd(stream),
     ),
-    mutates_args=("largest",),
 )
 def add_rms_norm_forward(
-    branch: Tensor,
-    stream: Tensor,
-    weight: Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    largest: Tensor | None,
+    branch: Tensor, stream: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The normed rows of the sum, the sum in the stream's dtype, and its 1 / rms, (R,). `largest`
-    is as in `rms_norm_forward`."""
-    rows, branch_rows = as_rows(stream), as_rows(branch)
+    """The normed rows of the sum, the sum in the stream's dtype, and its 1 / rms, (R,)."""
+    return launch_forward(_rms_norm_forward_kernel, stream, branch, weight, eps, dtype)
+
+
+def launch_backward(
+    kernel: Any, dy: Tensor, dstream: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor,
+    dbranch: Tensor | None, *more: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of x (the sum) and of the weight; dx goes into `dbranch`, too, in its dtype.
+
+    Args:
+        kernel: `_rms_norm_backward_kernel`, or one that takes `more` tensors behind `partial_dw`.
+    """
+    rows, dy_rows = as_rows(x), as_rows(dy)
+    dstream_rows = rows if dstream is None else as_rows(dstream)
     R, C = rows.shape
-    weight = weight.contiguous()
-    y, rstd = stream.new_empty(stream.shape, dtype=dtype), _new_rstd(stream)
-    total = stream.new_empty(stream.shape)
-    programs, constants = _launch(_block(FORWARD_BLOCKS, C), R, C, stream.device)
-    _rms_norm_forward_kernel[(programs,)](
-        rows, branch_rows, weight, y, total, rstd, y if largest is None else largest,
-        rows.stride(0), branch_rows.stride(0), R, C, eps,
-        ADD=True, LARGEST=largest is not None, **constants,
+    dx = x.new_empty(x.shape)
+    itemsize = dy.element_size() + x.element_size()
+    itemsize += 0 if dstream is None else dstream.element_size()
+    programs, constants = _backward_launch(R, C, itemsize, x.device)
+    partial_dw = x.new_empty(programs, C, dtype=torch.float32)
+    kernel[(programs,)](
+        dy_rows, dstream_rows, rows, weight.contiguous(), rstd, dx,
+        dx if dbranch is None else dbranch, partial_dw, *more,
+        dy_rows.stride(0), dstream_rows.stride(0), rows.stride(0), R, C,
+        ADD=dstream is not None, BRANCH=dbranch is not None, **constants,
     )  # fmt: skip
-    return y, total, rstd
+    return dx, _sum_rows(partial_dw, weight.dtype)
 
 
 def _sum_rows(partial: Tensor, dtype: torch.dtype) -> Tensor:
@@ -289,93 +330,62 @@ def _sum_rows(partial: Tensor, dtype: torch.dtype) -> Tensor:
 
 @operator(
     "tiny_llama::rms_norm_backward",
-    fake=lambda dy, dstream, x, weight, rstd, branch, _: (
+    fake=lambda dy, dstream, x, weight, rstd, branch: (
         x.new_empty(x.shape),
         x.new_empty(x.shape if branch else 0, dtype=dy.dtype),
         torch.empty_like(weight),
     ),
-    mutates_args=("largest",),
 )
 def rms_norm_backward(
-    dy: Tensor,
-    dstream: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    branch: bool,
-    largest: Tensor | None,
+    dy: Tensor, dstream: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, branch: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x (the sum), of the branch in dy's dtype (empty without one), and of the
-    weight. In `largest` (1,), if it is given, goes the largest size of an element of the branch's
-    gradient."""
-    rows, dy_rows = as_rows(x), as_rows(dy)
-    dstream_rows = rows if dstream is None else as_rows(dstream)
-    R, C = rows.shape
-    weight = weight.contiguous()
-    dx = x.new_empty(x.shape)
+    weight."""
     # In one dtype the two gradients are one tensor; the caller hands it out twice.
     dbranch = x.new_empty(x.shape if branch else 0, dtype=dy.dtype)
-    itemsize = dy.element_size() + x.element_size()
-    itemsize += 0 if dstream is None else dstream.element_size()
-    programs, constants = _backward_launch(R, C, itemsize, x.device)
-    partial_dw = x.new_empty(programs, C, dtype=torch.float32)
-    _rms_norm_backward_kernel[(programs,)](
-        dy_rows, dstream_rows, rows, weight, rstd, dx, dbranch if branch else dx, partial_dw,
-        partial_dw if largest is None else largest,
-        dy_rows.stride(0), dstream_rows.stride(0), rows.stride(0), R, C,
-        ADD=dstream is not None, BRANCH=branch, LARGEST=largest is not None, **constants,
-    )  # fmt: skip
-    return dx, dbranch, _sum_rows(partial_dw, weight.dtype)
+    dx, dw = launch_backward(
+        *(_rms_norm_backward_kernel, dy, dstream, x, weight, rstd, dbranch if branch else None)
+    )
+    return dx, dbranch, dw
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, float8: bool
-    ) -> Tensor:
-        largest = new_largest(x, float8)
-        y, rstd = rms_norm_forward(x, weight, eps, dtype, largest)
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        y, rstd = rms_norm_forward(x, weight, eps, dtype)
         ctx.save_for_backward(x, weight, rstd)
-        return keep_largest(y, largest)
+        return y
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
-        dx, _, dw = rms_norm_backward(dy, None, x, weight, rstd, False, None)
-        return dx, dw, None, None, None
+        dx, _, dw = rms_norm_backward(dy, None, x, weight, rstd, False)
+        return dx, dw, None, None
 
 
 class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
-        branch: Tensor,
-        stream: Tensor,
-        weight: Tensor,
-        eps: float,
-        dtype: torch.dtype,
-        float8: bool,
+        ctx, branch: Tensor, stream: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        largest = new_largest(stream, float8)
-        y, total, rstd = add_rms_norm_forward(branch, stream, weight, eps, dtype, largest)
+        y, total, rstd = add_rms_norm_forward(branch, stream, weight, eps, dtype)
         ctx.save_for_backward(total, weight, rstd)
-        ctx.branch_dtype, ctx.float8 = branch.dtype, float8
+        ctx.branch_dtype = branch.dtype
         if not torch.compiler.is_compiling():  # it can't trace the call
             ctx.set_materialize_grads(False)  # a model does not use its last sum
-        return keep_largest(y, largest), total
+        return y, total
 
     @staticmethod
     @first_order
     def backward(ctx, dy, dstream):
         total, weight, rstd = ctx.saved_tensors
         if dy is None:  # the normed rows went nowhere
-            return dstream.to(ctx.branch_dtype), dstream, None, None, None, None
+            return dstream.to(ctx.branch_dtype), dstream, None, None, None
         cast = ctx.branch_dtype != total.dtype
-        largest = new_largest(dy, ctx.float8 and cast)
-        dx, dbranch, dw = rms_norm_backward(dy, dstream, total, weight, rstd, cast, largest)
-        dbranch = keep_largest(dbranch, largest) if cast else dx
-        return dbranch.to(ctx.branch_dtype), dx, dw, None, None, None
+        dx, dbranch, dw = rms_norm_backward(dy, dstream, total, weight, rstd, cast)
+        dbranch = dbranch if cast else dx
+        return dbranch.to(ctx.branch_dtype), dx, dw, None, None
 
 
 def _check_norm(op: str, x: Tensor, weight: Tensor) -> None:
@@ -384,14 +394,12 @@ def _check_norm(op: str, x: Tensor, weight: Tensor) -> None:
         raise ValueError(f"{op}: rows of {x.shape[-1]} are wider than the kernel's {MAX_WIDTH}")
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, float8: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32.
 
     Args:
         x: (..., C), any strides; a view whose rows are contiguous is read without a copy.
         weight: (C,), of any supported dtype.
-        float8: before a product in fp8: y brings its largest element along, so that
-            `round_both_ways` reads y once, not twice.
 
     Returns:
         x's shape, in x's dtype; under autocast in its dtype, since what follows is a matrix
@@ -405,7 +413,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, float8: bool = False) -> Ten
     """
     check("rms_norm", x=x, weight=weight)
     _check_norm("rms_norm", x, weight)
-    return _RmsNorm.apply(x, weight, float(eps), autocast_dtype(x), float8)
+    return _RmsNorm.apply(x, weight, float(eps), autocast_dtype(x))
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -414,7 +422,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    branch: Tensor, stream: Tensor, weight: Tensor, eps: float, float8: bool = False
+    branch: Tensor, stream: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The residual add and the norm behind it: (rms_norm(stream + branch), stream + branch).
 
@@ -422,8 +430,6 @@ def add_rms_norm(
         branch: (..., C), what a sub-layer returned.
         stream: the same shape, the residual stream. Its dtype is the sum's.
         weight: (C,).
-        float8: as for `rms_norm`; so does the branch's gradient, where it has another dtype than
-            the stream's.
 
     Returns:
         The normed sum, in the stream's dtype or autocast's, and the sum.
@@ -438,7 +444,7 @@ def add_rms_norm(
     check("add_rms_norm", branch=branch, stream=stream, weight=weight)
     check_shape("add_rms_norm", "branch", branch, *stream.shape)
     _check_norm("add_rms_norm", stream, weight)
-    return _AddRmsNorm.apply(branch, stream, weight, float(eps), autocast_dtype(stream), float8)
+    return _AddRmsNorm.apply(branch, stream, weight, float(eps), autocast_dtype(stream))
 
 
 def add_rms_norm_reference(

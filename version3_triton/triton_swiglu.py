@@ -24,7 +24,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton_float8 import keep_largest, new_largest, raise_to_largest, sizes_of
 from triton_linear import rounded, weight_gradient
 
 # --- kernels ------------------------------------------------------------------------------------
@@ -40,29 +39,37 @@ def _place(R, F, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_forward_kernel(
-    gate_ptr, up_ptr, y_ptr, largest_ptr, stride_gate, stride_up, R, F,
-    LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    begin_early()
+def swiglu_tile(
+    gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, R, F, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Writes a program's tile of y, and returns it."""
     r, f, inside = _place(R, F, ROWS, BLOCK)
     gate = tl.load(gate_ptr + r * stride_gate + f, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + r * stride_up + f, mask=inside, other=0.0).to(tl.float32)
     y = (gate * tl.sigmoid(gate) * up).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + r * F + f, y, mask=inside)
-    if LARGEST:
-        raise_to_largest(largest_ptr, sizes_of(y))
+    return y
 
 
 @triton.jit
-def _swiglu_backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, largest_ptr,
-    stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, R, F,
-    AGAIN: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """With s = sigmoid(gate):  dup = dy gate s,  dgate = dy up s (1 + gate (1 - s)); and y again,
-    for who needs it and has not kept it."""
+def _swiglu_forward_kernel(
+    gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, R, F, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     begin_early()
+    swiglu_tile(gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, R, F, ROWS, BLOCK)
+
+
+@triton.jit
+def swiglu_tile_backward(
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr,
+    stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, R, F,
+    AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes and returns a program's tiles of dgate and dup.
+
+    With s = sigmoid(gate):  dup = dy gate s,  dgate = dy up s (1 + gate (1 - s)); and y again,
+    for who needs it and has not kept it.
+    """
     r, f, inside = _place(R, F, ROWS, BLOCK)
     dy = tl.load(dy_ptr + r * stride_dy + f, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + r * stride_gate + f, mask=inside, other=0.0).to(tl.float32)
@@ -73,10 +80,22 @@ def _swiglu_backward_kernel(
     dgate = (dy * up * (s + silu * (1 - s))).to(dgate_ptr.dtype.element_ty)
     tl.store(dgate_ptr + r * stride_dgate + f, dgate, mask=inside)
     tl.store(dup_ptr + r * stride_dup + f, dup, mask=inside)
-    if LARGEST:
-        raise_to_largest(largest_ptr, tl.maximum(sizes_of(dgate), sizes_of(dup)))
     if AGAIN:
         tl.store(y_ptr + r * F + f, (silu * up).to(y_ptr.dtype.element_ty), mask=inside)
+    return dgate, dup
+
+
+@triton.jit
+def _swiglu_backward_kernel(
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr,
+    stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, R, F,
+    AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    begin_early()
+    swiglu_tile_backward(
+        dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr,
+        stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, R, F, AGAIN, ROWS, BLOCK,
+    )  # fmt: skip
 
 
 # By architecture or vendor: rows and columns of a program, and its warps. sm: swept on an H200.
@@ -93,43 +112,39 @@ def _all_as_rows(*tensors: Tensor) -> list[Tensor]:
     return [as_rows(x) for x in tensors]
 
 
-def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+def halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """gate and up as (R, F) of (..., 2F)."""
     gate, up = as_rows(gate_up).chunk(2, dim=1)
     return gate, up
 
 
-def _launch(blocks: tuple[int, int, int], R: int, F: int) -> tuple[int, dict[str, int]]:
+def launch(table: dict[str, tuple[int, int, int]], R: int, F: int) -> tuple[int, dict[str, int]]:
     """Programs, and the kernel's block sizes and warps."""
-    rows, block, warps = blocks
+    rows, block, warps = tuned(table)
     block = min(block, next_power_of_2(F))
     programs = cdiv(R, rows) * cdiv(F, block)
     return programs, {"ROWS": rows, "BLOCK": block, **launch_options(warps)}
 
 
-def _forward(gate: Tensor, up: Tensor, y: Tensor, largest: Tensor | None = None) -> None:
-    """gate and up are (R, F) with contiguous rows; y is contiguous. In `largest` (1,), if it is
-    given, goes the largest size of an element of y."""
+def _forward(gate: Tensor, up: Tensor, y: Tensor) -> None:
+    """gate and up are (R, F) with contiguous rows; y is contiguous."""
     R, F = gate.shape
-    programs, constants = _launch(tuned(FORWARD_BLOCKS), R, F)
+    programs, constants = launch(FORWARD_BLOCKS, R, F)
     _swiglu_forward_kernel[(programs,)](
-        gate, up, y, y if largest is None else largest, gate.stride(0), up.stride(0), R, F,
-        LARGEST=largest is not None, **constants,
-    )  # fmt: skip
+        gate, up, y, gate.stride(0), up.stride(0), R, F, **constants
+    )
 
 
 def _backward(
-    dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor,
-    y: Tensor | None = None, largest: Tensor | None = None,
-) -> None:  # fmt: skip
-    """All are (R, F) with contiguous rows; y, if it is to be computed again, is contiguous. In
-    `largest` (1,), if it is given, goes the largest size of an element of dgate and dup."""
+    dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, y: Tensor | None = None
+) -> None:
+    """All are (R, F) with contiguous rows; y, if it is to be computed again, is contiguous."""
     R, F = dy.shape
-    programs, constants = _launch(tuned(BACKWARD_BLOCKS), R, F)
+    programs, constants = launch(BACKWARD_BLOCKS, R, F)
     _swiglu_backward_kernel[(programs,)](
-        dy, gate, up, dgate, dup, dy if y is None else y, dy if largest is None else largest,
+        dy, gate, up, dgate, dup, dy if y is None else y,
         dy.stride(0), gate.stride(0), up.stride(0), dgate.stride(0), dup.stride(0), R, F,
-        AGAIN=y is not None, LARGEST=largest is not None, **constants,
+        AGAIN=y is not None, **constants,
     )  # fmt: skip
 
 
@@ -154,27 +169,25 @@ def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     return dgate, dup
 
 
-@operator(
-    "tiny_llama::swiglu_fused",
-    fake=lambda gate_up, _: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
-    mutates_args=("largest",),
-)
-def swiglu_fused_forward(gate_up: Tensor, largest: Tensor | None) -> Tensor:
-    """In `largest` (1,), if it is given, goes the largest size of an element of the result."""
-    y = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    _forward(*_halves(gate_up), y, largest)
+def new_result(gate_up: Tensor) -> Tensor:
+    """An empty (..., F) for (..., 2F)."""
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+@operator("tiny_llama::swiglu_fused", fake=new_result)
+def swiglu_fused_forward(gate_up: Tensor) -> Tensor:
+    y = new_result(gate_up)
+    _forward(*halves(gate_up), y)
     return y
 
 
 @operator(
     "tiny_llama::swiglu_fused_backward",
-    fake=lambda dy, gate_up, _: gate_up.new_empty(gate_up.shape),
-    mutates_args=("largest",),
+    fake=lambda dy, gate_up: gate_up.new_empty(gate_up.shape),
 )
-def swiglu_fused_backward(dy: Tensor, gate_up: Tensor, largest: Tensor | None) -> Tensor:
-    """`largest` is as in `swiglu_fused_forward`."""
+def swiglu_fused_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     dgate_up = gate_up.new_empty(gate_up.shape)
-    _backward(as_rows(dy), *_halves(gate_up), *_halves(dgate_up), largest=largest)
+    _backward(as_rows(dy), *halves(gate_up), *halves(dgate_up))
     return dgate_up
 
 
@@ -185,7 +198,7 @@ def swiglu_fused_backward(dy: Tensor, gate_up: Tensor, largest: Tensor | None) -
 def swiglu_fused_backward_again(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient, and what the forward pass returned."""
     dgate_up, y = gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape)
-    _backward(as_rows(dy), *_halves(gate_up), *_halves(dgate_up), y)
+    _backward(as_rows(dy), *halves(gate_up), *halves(dgate_up), y)
     return dgate_up, y
 
 
@@ -203,17 +216,14 @@ class _Swiglu(torch.autograd.Function):
 
 class _SwigluFused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up: Tensor, float8: bool) -> Tensor:
+    def forward(ctx, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        ctx.float8, largest = float8, new_largest(gate_up, float8)
-        return keep_largest(swiglu_fused_forward(gate_up, largest), largest)
+        return swiglu_fused_forward(gate_up)
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        largest = new_largest(dy, ctx.float8)
-        dgate_up = swiglu_fused_backward(dy, *ctx.saved_tensors, largest)
-        return keep_largest(dgate_up, largest), None
+        return swiglu_fused_backward(dy, *ctx.saved_tensors)
 
 
 class _SwigluLinear(torch.autograd.Function):
@@ -222,7 +232,7 @@ class _SwigluLinear(torch.autograd.Function):
         ctx.dtypes = gate_up.dtype, weight.dtype
         gate_up, weight = gate_up.to(dtype), rounded(weight, dtype)
         ctx.save_for_backward(gate_up, weight)
-        return swiglu_fused_forward(gate_up, None) @ weight.t()
+        return swiglu_fused_forward(gate_up) @ weight.t()
 
     @staticmethod
     @first_order
@@ -265,13 +275,11 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
-def swiglu_fused(gate_up: Tensor, float8: bool = False) -> Tensor:
+def swiglu_fused(gate_up: Tensor) -> Tensor:
     """`swiglu` of the two halves of one product.
 
     Args:
         gate_up: (..., 2F): gate in the first half of each row, up in the second.
-        float8: between two products in fp8: the result and its gradient bring their largest
-            elements along, so that `round_both_ways` reads each of them once, not twice.
 
     Returns:
         (..., F). The backward pass writes both gradients into one (..., 2F) tensor, so that the
@@ -282,7 +290,7 @@ def swiglu_fused(gate_up: Tensor, float8: bool = False) -> Tensor:
     """
     check("swiglu_fused", gate_up=gate_up)
     _check_halves("swiglu_fused", gate_up)
-    return _SwigluFused.apply(gate_up, float8)
+    return _SwigluFused.apply(gate_up)
 
 
 def swiglu_fused_reference(gate_up: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The labs' record, and the rows of their tables.
+"""The rows of the labs' tables; results.py has their record.
 
 A lab measures something else than the training of a Tiny-LLaMA: a network's inference, a pipeline
 of data, a generation of text. What all have in common is here: a step that was timed, how many
@@ -11,61 +11,13 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from workshop.results import FAIL, NOT_AUDITED, PASS, SKIPPED, Count, Positive, Run, Value
+from workshop.results import FAIL, NOT_AUDITED, PASS, SKIPPED, LabRun
 from workshop.run import timing
 
-TOLD = (
-    *("status", "error", "losses", "setup_s", "memory_mb", "metrics", "options", "software"),
-    *("flops_per_step", "ceiling_tflops", "plausibility", "gate", "audit"),
-)
-"""The fields of a LabRun that its process tells the judge: the others are what it was asked for,
-and its times."""
 KERNELS = "kernels"
 """The `lab` of rows of workshop.kernels.benchmark."""
-
-
-@dataclass(kw_only=True)
-class LabRun(Run):
-    """One process of a lab."""
-
-    lab: str
-    """The lab's folder, such as "inference_benchmark"."""
-    subject: str
-    """The work: runs of one subject may be compared, such as "resnet50, 32 x 3 x 224 x 224"."""
-    variant: str
-    """How it ran, such as "fp16, channels-last, compiled"."""
-    unit: str
-    """The units of a step's work, in the plural: "images"."""
-    units_per_step: Count
-    baseline: str = ""
-    """The variant of the same session whose time every speed-up is derived from, if there is
-    one."""
-    single_step_ms: list[float] = field(default_factory=list)
-    """Where `step_ms` has the means of whole epochs."""
-    phase_ms: dict[str, list[Positive]] = field(default_factory=dict)
-    """Times of a step's parts, where each is timed alone."""
-    flops_per_step: float | None = None
-    bytes_per_step: float | None = None
-    """Read and written, of a step whose rate is in bytes."""
-    ceiling_tflops: Positive | None = None
-    """The rate that a large matrix product reached on this device at this precision."""
-    ceiling_gbs: Positive | None = None
-    """The same of a large copy."""
-    metrics: dict[str, Value] = field(default_factory=dict)
-    """Measures of this lab alone."""
-
-    @property
-    def failure(self) -> str:
-        """In words, of a run that is not complete."""
-        reasons = self.refused[1] if self.refused else []
-        return "; ".join([self.status, *reasons, *([self.error] if self.error else [])])
-
-    @property
-    def processes(self) -> int:
-        """The number of processes that share a step, each on another device."""
-        return int(self.metrics.get("processes") or 1)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from workshop.gate.parity import (
     Setting,
     check,
     check_shape,
-    truth_dtype,
 )
 from workshop.run import flops, hardware, interpreter, presets, trainer
 from workshop.run.precision import LADDER, get_precision
@@ -82,7 +81,7 @@ def _check_version(arguments: argparse.Namespace) -> ParityReport:
     # A low bound: V1's training state in high precision, and what a step keeps to go backward.
     state = 4 * flops.parameter_count(config)  # weights, gradients, two moments
     kept = gate_size.activations(config, batch_size, seq_len, scores=True)
-    least_bytes = truth_dtype(setting).itemsize * (state + kept)
+    least_bytes = setting.reference_dtype.itemsize * (state + kept)
     trainer.check_memory(device, least_bytes, out_of_memory)
     with trainer.memory_failure_as(out_of_memory):
         return check(

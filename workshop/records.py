@@ -14,8 +14,7 @@ from typing import Any, TypeVar, cast
 
 from workshop import errors, results
 from workshop.errors import WorkshopError
-from workshop.labs import LabRun
-from workshop.results import Run, RunResult, Value
+from workshop.results import LabRun, Run, RunResult, Value
 
 SCHEMA_VERSION = 2
 SUFFIX = ".jsonl"

@@ -22,8 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from workshop import errors
 from workshop.errors import WorkshopError
-from workshop.run import flops
-from workshop.versions import ALL, ROOT, available
+from workshop.versions import ALL, ROOT, Sizes, available
 
 try:
     from msgspec import Meta
@@ -35,7 +34,7 @@ except ModuleNotFoundError:  # PyTorch alone runs a version and writes its recor
 
 PHASE_TIMES = ("forward_ms", "backward_ms", "optimizer_ms")
 """A run's times of a step's parts, each timed apart."""
-MODEL_SIZES = tuple(size.name for size in dataclasses.fields(flops.Sizes))
+MODEL_SIZES = tuple(size.name for size in dataclasses.fields(Sizes))
 LEAST, MOST = 1e-9, 1e15  # no time in ms, memory in MB, rate or size lies outside
 Positive = Annotated[float, Meta(ge=LEAST, le=MOST)]
 NotNegative = Annotated[float, Meta(ge=0, le=MOST)]
@@ -219,9 +218,59 @@ class RunResult(Run):
         return on_cpu or bool(self.options.get("interpreted"))
 
 
-def model_sizes(config: Mapping[str, float]) -> flops.Sizes:
+TOLD = (
+    *("status", "error", "losses", "setup_s", "memory_mb", "metrics", "options", "software"),
+    *("flops_per_step", "ceiling_tflops", "plausibility", "gate", "audit"),
+)
+"""The fields of a LabRun that its process tells the judge: the others are what it was asked for,
+and its times."""
+
+
+@dataclass(kw_only=True)
+class LabRun(Run):
+    """One process of a lab."""
+
+    lab: str
+    """The lab's folder, such as "inference_benchmark"."""
+    subject: str
+    """The work: runs of one subject may be compared, such as "resnet50, 32 x 3 x 224 x 224"."""
+    variant: str
+    """How it ran, such as "fp16, channels-last, compiled"."""
+    unit: str
+    """The units of a step's work, in the plural: "images"."""
+    units_per_step: Count
+    baseline: str = ""
+    """The variant of the same session whose time every speed-up is derived from, if there is
+    one."""
+    single_step_ms: list[float] = field(default_factory=list)
+    """Where `step_ms` has the means of whole epochs."""
+    phase_ms: dict[str, list[Positive]] = field(default_factory=dict)
+    """Times of a step's parts, where each is timed alone."""
+    flops_per_step: float | None = None
+    bytes_per_step: float | None = None
+    """Read and written, of a step whose rate is in bytes."""
+    ceiling_tflops: Positive | None = None
+    """The rate that a large matrix product reached on this device at this precision."""
+    ceiling_gbs: Positive | None = None
+    """The same of a large copy."""
+    metrics: dict[str, Value] = field(default_factory=dict)
+    """Measures of this lab alone."""
+
+    @property
+    def failure(self) -> str:
+        """In words, of a run that is not complete."""
+        reasons = self.refused[1] if self.refused else []
+        return "; ".join([self.status, *reasons, *([self.error] if self.error else [])])
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that share a step, each on another device."""
+        return int(self.metrics.get("processes") or 1)
+
+
+def model_sizes(config: Mapping[str, float]) -> Sizes:
     """The sizes that FLOPs and memory follow from, of a result's config."""
-    return flops.Sizes(**{name: int(config[name]) for name in MODEL_SIZES})
+    return Sizes(**{name: int(config[name]) for name in MODEL_SIZES})
 
 
 def new_session() -> str:

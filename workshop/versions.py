@@ -14,6 +14,19 @@ from workshop.errors import NotOnThisMachine, WorkshopError
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@dataclass
+class Sizes:
+    """The fields of `TinyLlamaConfig` that parameters, FLOPs and memory follow from. The counts of
+    run/flops.py take a `TinyLlamaConfig` as well."""
+
+    vocab_size: int
+    hidden_dim: int
+    intermediate_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+
+
 @dataclass(frozen=True)
 class Version:
     """One rung of the ladder, or a peer."""
@@ -264,21 +277,26 @@ def load(key: str) -> ModuleType:
         NotOnThisMachine: it needs a package that is not installed.
     """
     version = get_version(key)
-    name = version.path.stem
+    if version.path.stem not in sys.modules and (reason := missing(version)):
+        raise NotOnThisMachine(reason)
+    return load_file(version.path)
+
+
+def load_file(path: Path) -> ModuleType:
+    """Imports a file, once, as the module of its name; it can import those of its own folder."""
+    name = path.stem
     if name in sys.modules:
         return sys.modules[name]
-    if reason := missing(version):
-        raise NotOnThisMachine(reason)
-    spec = importlib.util.spec_from_file_location(name, version.path)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up while it is being executed
-    sys.path.insert(0, str(version.path.parent))  # V3 imports its kernels from its own folder
+    sys.path.insert(0, str(path.parent))  # V3 imports its kernels from its own folder
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
     finally:
-        sys.path.remove(str(version.path.parent))
+        sys.path.remove(str(path.parent))
     return module

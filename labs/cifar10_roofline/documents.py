@@ -6,10 +6,10 @@ from pathlib import Path
 
 from labs.cifar10_roofline.request import LAB
 from workshop import labs
-from workshop.compare import lab_table
-from workshop.compare.markdown import escape, table
-from workshop.compare.tables import number
 from workshop.labs import LabRow, LabRun
+from workshop.show import lab_table
+from workshop.tables import escape, number
+from workshop.tables import markdown_rows as table
 
 README = Path(__file__).with_name("README.md")
 COMMAND = "python measure_table.py --jobs 9"

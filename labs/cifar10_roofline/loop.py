@@ -23,9 +23,10 @@ from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
 from workshop import errors, labs, records, results
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.gate.steps import shown
+from workshop.judge import lab_record
 from workshop.judge.turn import Clock, Shown, Turn
 from workshop.labs import LabRun
-from workshop.run import hardware, lab_record, markers, memory, startup, trainer
+from workshop.run import hardware, markers, memory, startup, trainer
 from workshop.run.precision import PRECISIONS, set_arithmetic, untuned
 from workshop.run.timing import median
 

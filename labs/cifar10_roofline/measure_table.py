@@ -28,10 +28,10 @@ from labs import shared
 from labs.cifar10_roofline import data, gate, loop, request
 from workshop import errors, labs, results
 from workshop.arguments import count, parse
-from workshop.compare import lab_table
 from workshop.judge import studies
 from workshop.labs import LabRun
 from workshop.run import hardware, timing
+from workshop.show import lab_table
 
 PROGRAM = Path(__file__).with_name("train.py")
 Flags = tuple[str, ...]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from labs.data_pipeline import measure_pipeline, rungs
 from labs.data_pipeline.measure_rung import LAB
-from workshop import labs
-from workshop.compare import lab_table, tables
-from workshop.compare.markdown import escape, table
-from workshop.compare.tables import number
+from workshop import labs, tables
 from workshop.labs import LabRow, LabRun
+from workshop.show import lab_table
+from workshop.tables import escape, number
+from workshop.tables import markdown_rows as table
 
 README = Path(__file__).with_name("README.md")
 COMMAND = "python measure_pipeline.py --steps all"

@@ -35,13 +35,13 @@ from labs.data_pipeline.loop import Loop
 from labs.data_pipeline.measure_rung import LAB, cores
 from workshop import errors, labs, results
 from workshop.arguments import count, parse
-from workshop.compare import lab_table
-from workshop.compare.tables import Line, Table, number
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge import studies
 from workshop.judge.pipe import Closed
 from workshop.labs import LabRow, LabRun
 from workshop.run import hardware, timing
+from workshop.show import lab_table
+from workshop.tables import Line, Table, number
 
 RATES = "rates"
 MOST_OPEN_MS = 1e4

@@ -21,10 +21,11 @@ from labs.data_pipeline.reference import Asked
 from labs.data_pipeline.slow import SlowOpens
 from workshop import errors, labs, records, results
 from workshop.errors import NotOnThisMachine, OutOfMemory, WorkshopError
+from workshop.judge import lab_record
 from workshop.judge.turn import Clock, Shown, Turn
 from workshop.labs import LabRun
 from workshop.profilers.runner_files import RUN_FILE
-from workshop.run import hardware, lab_record, memory, startup, trainer
+from workshop.run import hardware, memory, startup, trainer
 from workshop.run.precision import set_arithmetic
 
 LAB = "data_pipeline"

@@ -10,15 +10,14 @@ from pathlib import Path
 
 from labs.inference_benchmark import studies
 from labs.inference_benchmark.request import LAB
-from workshop import labs
-from workshop.compare import lab_table, tables
-from workshop.compare.markdown import code, escape, fill_last_column
-from workshop.compare.markdown import table as markdown_table
+from workshop import labs, tables
 from workshop.compare.rows import ratio
-from workshop.compare.tables import Line, Table
 from workshop.errors import WorkshopError
 from workshop.labs import LabRow, LabRun
 from workshop.run.timing import Ratio
+from workshop.show import lab_table
+from workshop.tables import Line, Table, code, escape, fill_last_column
+from workshop.tables import markdown_rows as markdown_table
 
 FOLDER = Path(__file__).parent
 README, CHECKLIST = FOLDER / "README.md", FOLDER / "CHECKLIST.md"

@@ -20,11 +20,12 @@ from labs.inference_benchmark.measure import Bench
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop import errors, labs, records, results
 from workshop.errors import OutOfMemory, WorkshopError
+from workshop.judge import lab_record
 from workshop.judge.turn import Turn
 from workshop.labs import LabRun
 from workshop.roofline import ceilings
 from workshop.roofline.model import MAIN_MEMORY
-from workshop.run import hardware, lab_record, markers, timing, trainer
+from workshop.run import hardware, markers, timing, trainer
 from workshop.run.precision import PRECISIONS
 
 

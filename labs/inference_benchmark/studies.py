@@ -14,13 +14,13 @@ from labs import shared
 from labs.inference_benchmark import measure, modes, networks, request, single
 from labs.inference_benchmark.measure import Inference, Learning, Work
 from labs.inference_benchmark.modes import Setting, Variant
-from workshop import errors, labs, records, results
-from workshop.compare import lab_table, tables
+from workshop import errors, labs, records, results, tables
 from workshop.errors import WorkshopError
 from workshop.judge import studies
 from workshop.labs import LabRow, LabRun
 from workshop.run import hardware, memory, trainer
 from workshop.run.precision import set_arithmetic
+from workshop.show import lab_table
 
 PROGRAM = Path(__file__).with_name("micro_benchmarking_pytorch.py")
 GPU_BATCHES, CPU_BATCHES = (8, 32, 128, 256), (1, 4, 16)

@@ -32,11 +32,12 @@ from labs.scale_out.group import Group
 from labs.scale_out.request import LAB
 from workshop import errors, records, results
 from workshop.arguments import count, parse
-from workshop.compare.tables import Line, Table, number
+from workshop.judge import lab_record
 from workshop.judge.turn import Turn
 from workshop.labs import LabRow, LabRun
-from workshop.run import hardware, lab_record
+from workshop.run import hardware
 from workshop.run.timing import StepClock, median
+from workshop.tables import Line, Table, number
 
 SIZES = {
     "cuda": [2**power for power in range(16, 31, 2)],

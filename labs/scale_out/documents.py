@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from labs.scale_out import collectives, scaling
-from workshop.compare import lab_table, tables
+from workshop import tables
 from workshop.labs import LabRun
+from workshop.show import lab_table
 
 README = Path(__file__).with_name("README.md")
 COMMAND = "python measure.py --jobs 2"

@@ -25,9 +25,10 @@ from workshop import errors, labs, records, request, results
 from workshop.errors import WorkshopError
 from workshop.gate import canonical
 from workshop.gate.audit import summary
+from workshop.judge import lab_record
 from workshop.labs import LabRun
 from workshop.results import FAIL, NOT_AUDITED, PASS
-from workshop.run import flops, lab_record, markers, presets, startup, trainer
+from workshop.run import flops, markers, presets, startup, trainer
 from workshop.run.timing import StepClock, median, spread
 
 _PROGRESS_LINES = 10

@@ -35,10 +35,10 @@ from workshop import errors, labs, records, results, versions
 from workshop.arguments import count, parse
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.gate.parity import Setting
-from workshop.judge import studies
+from workshop.judge import lab_record, studies
 from workshop.labs import LabRun
 from workshop.request import execution, schedule
-from workshop.run import hardware, interpreter, lab_record, presets
+from workshop.run import hardware, interpreter, presets
 from workshop.run.data import Source
 from workshop.run.precision import get_precision
 

@@ -26,7 +26,8 @@ from labs.scale_out.request import Job
 from labs.scale_out.strategies import Strategy
 from workshop.errors import OutOfMemory
 from workshop.gate import canonical, gate_size, parity
-from workshop.gate.parity import CURVE_STEPS, Outcome, ParityReport, Setting
+from workshop.gate.outcome import CURVE_STEPS, Outcome, Setting, small_config
+from workshop.gate.parity import ParityReport
 from workshop.judge import candidate, wire
 from workshop.judge.pipe import Message
 from workshop.judge.turn import Shown
@@ -67,7 +68,7 @@ class Gate:
             return {"": as_asked}
         small = dataclasses.replace(
             asked,
-            config=parity.small_config(asked.config),
+            config=small_config(asked.config),
             precision=get_precision("fp32", asked.device),
             batch_size=parts,
             seq_len=min(asked.seq_len, 65),
@@ -99,7 +100,7 @@ def answer(job: Job, *, small: bool, seed: int, batch_size: int, seq_len: int) -
     """Runs what the gate asks for; all processes have to call it. The first one's answer counts."""
     asked = dataclasses.replace(job.asked, batch_size=batch_size, seq_len=seq_len)
     if small:
-        config, precision = parity.small_config(asked.config), get_precision("fp32", asked.device)
+        config, precision = small_config(asked.config), get_precision("fp32", asked.device)
         asked = dataclasses.replace(asked, config=config, precision=precision)
     setting = candidate.setting_of(asked, asked.arguments.seed)
     unequal: list[str] = []

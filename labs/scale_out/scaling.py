@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from labs.scale_out import collectives, strategies
 from labs.scale_out.request import LAB
 from workshop import labs
-from workshop.compare.tables import Line, Table, number
 from workshop.labs import LabRow, LabRun
 from workshop.run.timing import Ratio, median
+from workshop.tables import Line, Table, number
 
 TRAIN = "train.py"
 HEADER = ("training", "processes", "scaling", "batch each", "ms a step", "efficiency [95%]",

@@ -10,10 +10,10 @@ from labs.text_generation.export import RECORD
 from labs.text_generation.measure_engines import compile_s, ladder
 from labs.text_generation.request import LAB
 from workshop import labs, results
-from workshop.compare import lab_table
-from workshop.compare.markdown import escape, table
-from workshop.compare.tables import number
 from workshop.labs import LabRow, LabRun
+from workshop.show import lab_table
+from workshop.tables import escape, number
+from workshop.tables import markdown_rows as table
 
 README = Path(__file__).with_name("README.md")
 COMMAND = "python measure_engines.py --jobs 9"

@@ -21,9 +21,10 @@ from labs.text_generation.models import Loaded
 from labs.text_generation.prompts import Batch
 from workshop import errors, labs, records, results
 from workshop.errors import OutOfMemory
+from workshop.judge import lab_record
 from workshop.judge.turn import Turn
 from workshop.labs import LabRun
-from workshop.run import hardware, lab_record, memory, startup, trainer
+from workshop.run import hardware, memory, startup, trainer
 from workshop.run.precision import Precision, get_precision, set_arithmetic
 from workshop.run.timing import median
 

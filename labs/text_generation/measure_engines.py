@@ -36,15 +36,15 @@ from labs.text_generation import export, models, prompts, proof, request
 from labs.text_generation.models import Loaded
 from workshop import errors, labs, results
 from workshop.arguments import count, parse
-from workshop.compare import lab_table
-from workshop.compare.tables import Line, Table, number
 from workshop.errors import NotOnThisMachine, WorkshopError
-from workshop.judge import studies
+from workshop.judge import lab_record, studies
 from workshop.judge.pipe import Closed
 from workshop.labs import LabRow, LabRun
-from workshop.run import hardware, lab_record
+from workshop.run import hardware
 from workshop.run.precision import get_precision, set_arithmetic
 from workshop.run.torchvision import make_importable
+from workshop.show import lab_table
+from workshop.tables import Line, Table, number
 
 PROGRAM = Path(__file__).with_name("lm_gen.py")
 ENGINES: dict[str, tuple[str, ...]] = {

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -38,15 +38,9 @@ class Row(NamedTuple):
         return self._replace(found=OK if good else otherwise, version=version)
 
 
-class Outcome(NamedTuple):
-    """How a command ended: its output, or in `problem` one line on why there is none."""
-
-    output: str = ""
-    problem: str = ""
-
-
-def run(command: Sequence[str], timeout: float = 30) -> Outcome:
-    """Runs a command with a time limit and no shell. Standard error counts as output."""
+def run(command: Sequence[str], timeout: float = 30) -> Tuple[str, str]:
+    """A command's output, standard error included, and in one line why it failed; "" if it did
+    not."""
     try:
         done = subprocess.run(
             list(command),
@@ -58,13 +52,13 @@ def run(command: Sequence[str], timeout: float = 30) -> Outcome:
             errors="replace",
         )
     except subprocess.TimeoutExpired:
-        return Outcome(problem=f"no answer within {timeout:g} s")
+        return "", f"no answer within {timeout:g} s"
     except OSError as error:
-        return Outcome(problem=f"cannot be started: {error.strerror}")
-    if done.returncode != 0:
-        last = last_line(done.stdout)
-        return Outcome(done.stdout, f"ended with status {done.returncode}" + (last and f": {last}"))
-    return Outcome(done.stdout)
+        return "", f"cannot be started: {error.strerror}"
+    if done.returncode == 0:
+        return done.stdout, ""
+    last = last_line(done.stdout)
+    return done.stdout, f"ended with status {done.returncode}" + (last and f": {last}")
 
 
 def last_line(text: str) -> str:
@@ -82,20 +76,14 @@ def tool_row(row: Row, also_in: str = "", argument: str = "--version") -> Row:
     path = find_program(row.what, also_in)
     if not path:
         return row
-    outcome = run([path, argument])
-    if outcome.problem:
-        return row.judged(False, outcome.problem)._replace(remedy=f"run {path} {argument}")
-    return row.judged(True, version_in(outcome.output))
-
-
-def version_in(output: str) -> str:
-    """The version in a --version output, which banners, licences and warnings may surround."""
+    output, problem = run([path, argument])
+    if problem:
+        return row.judged(False, problem)._replace(remedy=f"run {path} {argument}")
+    # Banners, licences and warnings may surround the version.
     after_word = re.search(r"version:?\s+v?(\d+\.[\w.+-]*)", output, re.IGNORECASE)
-    if after_word:
-        return after_word.group(1)
     first = next((line for line in output.splitlines() if re.search(r"\d\.\d", line)), "")
-    numbers = re.findall(r"\d+(?:\.\d+)+", first)
-    return numbers[-1] if numbers else ""
+    numbers = [after_word.group(1)] if after_word else re.findall(r"\d+(?:\.\d+)+", first)
+    return row.judged(True, numbers[-1] if numbers else "")
 
 
 # --- Probes: each runs in a process of its own, which a broken PyTorch may end --------------------
@@ -104,12 +92,12 @@ def version_in(output: str) -> str:
 def probe(function: Callable[..., Facts], *arguments: str) -> Facts:
     """Runs a probe of the script in a new Python; `problem` says why it gave no facts."""
     script = function.__code__.co_filename
-    outcome = run([sys.executable, script, "--probe", function.__name__, *arguments], 300)
+    command = [sys.executable, script, "--probe", function.__name__]
+    output, problem = run([*command, *arguments], 300)
     try:
-        facts = json.loads(last_line(outcome.output))
-    except ValueError:
-        facts = None
-    return facts if isinstance(facts, dict) else {"problem": outcome.problem or "gave no answer"}
+        return dict(json.loads(last_line(output)))
+    except (ValueError, TypeError):
+        return {"problem": problem or "gave no answer"}
 
 
 def probed_row(row: Row, module: str, function: Callable[..., Facts], *arguments: str) -> Row:
@@ -122,13 +110,12 @@ def probed_row(row: Row, module: str, function: Callable[..., Facts], *arguments
     return row.judged(not problem, problem or facts["version"])
 
 
-def run_probe(name: str, *arguments: str) -> int:
+def answer_probe(name: str, *arguments: str) -> None:
     try:
         facts = getattr(sys.modules["__main__"], name)(*arguments)
     except Exception as error:  # Any error of a broken installation is the finding.
         facts = {"problem": f"{type(error).__name__}: {last_line(str(error))}"}
     print(json.dumps(facts))
-    return EXIT_OK
 
 
 # --- The command line and the report --------------------------------------------------------------
@@ -164,9 +151,9 @@ def start(
         parser.add_argument(flag, action="store_true", help=text)
     try:
         arguments = parser.parse_args()
-        if arguments.probe:
-            sys.exit(run_probe(*arguments.probe))
-        sys.exit(show(make(arguments), arguments.json))
+        if not arguments.probe:
+            sys.exit(show(make(arguments), arguments.json))
+        answer_probe(*arguments.probe)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
@@ -182,32 +169,19 @@ def show(report: Report, as_json: bool) -> int:
     elif report.not_here:
         status, verdict = EXIT_NOT_HERE, report.not_here
     if as_json:
-        form = {
-            "schema_version": 1,
-            "python": sys.executable,
-            "exit_status": status,
-            "verdict": verdict,
-            "rows": [dict(row._asdict()) for row in report.rows],
-        }
-        print(json.dumps(form, indent=2))
+        form = {"exit_status": status, "verdict": verdict}
+        print(json.dumps({**form, "rows": [dict(row._asdict()) for row in report.rows]}, indent=2))
         return status
     print(f"Python: {sys.executable}")
-    print(table(report.rows))
+    for row in report.rows:
+        what = row.what + (" *" if row.needed else "")
+        version = f"{row.version} ({row.purpose})" if row.version else row.purpose
+        print(f"{row.found:<8} {what:<20} {version}")
+        if row.found != OK and row.remedy:
+            print(f"{'':<8} {'':<20} -> {row.remedy}")
     print("* needed")
     prepared = REPOSITORY / ".venv" / "bin" / "python"
     if prepared.exists() and Path(sys.prefix) != prepared.parents[1]:
         print(f"Note: the workshop's own Python is {os.path.relpath(str(prepared))}")
     print(verdict)
     return status
-
-
-def table(rows: List[Row]) -> str:
-    """A line a row, and below those that were not found in order a line on how to get them."""
-    lines = []
-    for row in rows:
-        what = row.what + (" *" if row.needed else "")
-        version = f"{row.version} ({row.purpose})" if row.version else row.purpose
-        lines.append(f"{row.found:<8} {what:<20} {version}")
-        if row.found != OK and row.remedy:
-            lines.append(f"{'':<8} {'':<20} -> {row.remedy}")
-    return "\n".join(lines)

@@ -54,10 +54,8 @@ def probe_torch() -> Facts:
 
 
 def probe_package(name: str) -> Facts:
-    from importlib import metadata
-
     importlib.import_module(name)
-    return {"version": metadata.version(name)}
+    return probe_version(name)
 
 
 def probe_version(name: str) -> Facts:
@@ -106,10 +104,10 @@ def python_rows() -> List[Row]:
     enough = sys.version_info[:2] >= PYTHON_MINIMUM
     in_venv = sys.prefix != sys.base_prefix
     able = in_venv or all(importlib.util.find_spec(name) for name in ("venv", "ensurepip"))
-    newer = "install Python 3.10 or newer, or load its module"
-    package = "Debian, Ubuntu: the package python3-venv"
-    python = Row("Python", "runs everything", newer, needed=True)
-    venv = Row("venv", "keeps the workshop's packages apart", package, needed=True)
+    python = Row("Python", "runs everything", "install Python 3.10 or newer, or load its module",
+                 needed=True)  # fmt: skip
+    venv = Row("venv", "keeps the workshop's packages apart",
+               "Debian, Ubuntu: the package python3-venv", needed=True)  # fmt: skip
     return [
         python.judged(enough, version if enough else f"{version} is older than 3.10"),
         venv.judged(able, "this Python is in one" if in_venv else "", otherwise=MISSING),
@@ -129,11 +127,10 @@ def compiler_rows() -> List[Row]:
     ):
         row = tool_row(Row(program, purpose, f"{system}; or set {variable}"))
         rows.append(row._replace(what=what, version=f"{program} {row.version}".strip()))
-    purpose = "torch.compile and Triton build small extensions"
-    packages = "Debian, Ubuntu: python3-dev; Red Hat: python3-devel"
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    headers = Row("Python headers", purpose, packages)
-    return [*rows, headers.judged(header.exists(), otherwise=MISSING)]
+    headers = Row("Python headers", "torch.compile and Triton build small extensions",
+                  "Debian, Ubuntu: python3-dev; Red Hat: python3-devel")  # fmt: skip
+    there = Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    return [*rows, headers.judged(there, otherwise=MISSING)]
 
 
 def torch_rows() -> List[Row]:
@@ -174,35 +171,31 @@ def device_row(facts: Facts) -> Row:
 
 
 def probed_rows(compile_too: bool) -> List[Row]:
-    packages = [
+    triton = "exists for Linux alone"
+    if sys.platform.startswith("linux"):
+        triton = "requirements-triton.txt in setup/ says which one belongs where"
+    rows = [
         probed_row(Row(name, purpose, SETUP, needed=True), name, probe_package, name)
         for name, purpose in PACKAGES.items()
     ]
-    remedy = "exists for Linux alone"
-    if sys.platform.startswith("linux"):
-        remedy = "requirements-triton.txt in setup/ says which one belongs where"
-    # Not needed: without them V3 and these labs are skipped, and nothing else.
-    triton = Row("triton", "V3's kernels; torch.compile on a GPU", remedy)
-    vision = Row("torchvision", "the inference lab", SETUP)
-    transformers = Row("transformers", "the text generation lab", "pip install transformers")
-    notebook = Row("jupyterlab", "make notebook", "make notebook installs it")
+    # Not needed: without Triton V3 is skipped, without the others a lab or the notebook.
+    row = Row("triton", "V3's kernels; torch.compile on a GPU", triton)
+    rows.append(probed_row(row, row.what, probe_triton))
+    for row in (
+        Row("torchvision", "the inference lab", SETUP),
+        Row("transformers", "the text generation lab", "pip install transformers"),
+        Row("jupyterlab", "make notebook", "make notebook installs it"),
+    ):
+        rows.append(probed_row(row, row.what, probe_version, row.what))
     compiler = Row("torch.compile", "V4, and --compile everywhere")
     if compile_too:
         compiler = compiler._replace(remedy="see the compilers and headers above")
-        compiler = probed_row(compiler, "torch", probe_compile)
+        rows.append(probed_row(compiler, "torch", probe_compile))
     else:
         remedy = "add --compile (takes up to a minute)"
-        compiler = compiler._replace(remedy=remedy, found=UNTRIED)
+        rows.append(compiler._replace(remedy=remedy, found=UNTRIED))
     workshop = Row("workshop", "the plumbing that the versions share", SETUP, needed=True)
-    return [
-        *packages,
-        probed_row(triton, "triton", probe_triton),
-        probed_row(vision, "torchvision", probe_version, "torchvision"),
-        probed_row(transformers, "transformers", probe_version, "transformers"),
-        probed_row(notebook, "jupyterlab", probe_version, "jupyterlab"),
-        compiler,
-        probed_row(workshop, "workshop", probe_workshop),
-    ]
+    return [*rows, probed_row(workshop, "workshop", probe_workshop)]
 
 
 def cache_row(what: str, variable: str, default: Path) -> Row:

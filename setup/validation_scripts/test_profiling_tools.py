@@ -83,20 +83,20 @@ def probe_deepspeed() -> Facts:
     return {"version": version}
 
 
-def visible_devices_rows() -> List[Row]:
+def variable_rows() -> List[Row]:
     """On AMD, proton refuses to start under two variables that job scripts like to set."""
     names = [n for n in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if n in os.environ]
-    if not names or not Path("/dev/kfd").exists():
-        return []
     remedy = "for proton: unset it, and choose GPUs with ROCR_VISIBLE_DEVICES"
-    return [Row(name, "proton does not start", remedy, version="is set") for name in names]
+    on_amd = Path("/dev/kfd").exists()
+    rows = [Row(name, "proton does not start", remedy, version="is set") for name in names]
+    return rows if on_amd else []
 
 
-def counter_permission_rows(parameters: Path = NVIDIA_PARAMETERS) -> List[Row]:
+def counter_rows() -> List[Row]:
     """NVIDIA's driver can keep hardware counters for root: ncu then starts and measures nothing."""
-    if not parameters.exists():
+    if not NVIDIA_PARAMETERS.exists():
         return []
-    restricted = "RmProfilingAdminOnly: 1" in parameters.read_text(encoding="utf-8")
+    restricted = "RmProfilingAdminOnly: 1" in NVIDIA_PARAMETERS.read_text(encoding="utf-8")
     allowed = not restricted or os.geteuid() == 0
     remedy = "the administrator: NVreg_RestrictProfilingToAdminUsers=0"
     row = Row("GPU counters", "what ncu measures", remedy)
@@ -113,9 +113,9 @@ def make(_: argparse.Namespace) -> Report:
     rows = [
         probed_row(profiler, "torch", probe_torch_profiler),
         *tools,
-        *counter_permission_rows(),
+        *counter_rows(),
         probed_row(proton, "triton", probe_proton),
-        *visible_devices_rows(),
+        *variable_rows(),
         probed_row(deepspeed, "deepspeed", probe_deepspeed),
     ]
     here = [row.what for row in tools if row.found == OK]

@@ -51,20 +51,6 @@ def device_file_row(path: Path, purpose: str, remedy: str) -> Row:
     return row.judged(True, "readable, writable")
 
 
-def driver_rows() -> List[Row]:
-    remedy = "load the amdgpu driver; in a container --device=/dev/kfd --device=/dev/dri"
-    render = sorted(DRI.glob("renderD*"))
-    return [
-        device_file_row(KFD, "the compute driver", remedy),
-        device_file_row(render[0] if render else DRI / "renderD*", "one file a GPU", remedy),
-    ]
-
-
-def gpu_names(rocminfo_output: str) -> List[str]:
-    """The gfx name of each GPU in rocminfo's listing, where CPUs are agents too, and ISAs named."""
-    return re.findall(r"^\s*Name:\s+(gfx\w+)", rocminfo_output, re.MULTILINE)
-
-
 def gpu_row(root: Path) -> Row:
     folder = root / "bin"
     remedy = f"module load rocm; {folder}"
@@ -72,23 +58,14 @@ def gpu_row(root: Path) -> Row:
     path = find_program("rocminfo", str(folder))
     if not path:
         return row
-    outcome = run([path])
-    names = gpu_names(outcome.output)
-    if outcome.problem or not names:
+    output, problem = run([path])
+    # CPUs are agents too, and ISAs are named.
+    names = re.findall(r"^\s*Name:\s+(gfx\w+)", output, re.MULTILINE)
+    if problem or not names:
         remedy = "permission, driver, ROCR_VISIBLE_DEVICES; is this a login node?"
-        return row._replace(remedy=remedy).judged(False, outcome.problem or "lists no GPU")
+        return row._replace(remedy=remedy).judged(False, problem or "lists no GPU")
     kinds = (f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     return row.judged(True, ", ".join(kinds))
-
-
-def tool_rows(root: Path) -> List[Row]:
-    folder = str(root / "bin")
-    remedy = f"part of ROCm: module load rocm, or add {folder} to PATH"
-    return [
-        tool_row(Row("amd-smi", "load, clocks, memory, power", remedy), folder, "version"),
-        tool_row(Row("rocm-smi", "the same, older", remedy), folder),
-        tool_row(Row("hipcc", "compiles HIP; not needed to train", remedy), folder),
-    ]
 
 
 def torch_rows(facts: Facts, root: Path) -> List[Row]:
@@ -100,27 +77,35 @@ def torch_rows(facts: Facts, root: Path) -> List[Row]:
     runtime, _, hip = facts["build"].partition(" ")
     if runtime != "ROCm":
         return [row.judged(False, f"{facts['version']} is another build")]
-    seen = len(facts["devices"])
+    seen, rocm = len(facts["devices"]), rocm_version(root)
     row = row._replace(remedy="rocminfo above must list them; check HIP_VISIBLE_DEVICES")
-    return [
-        row.judged(seen, f"{facts['version']}, {seen} GPUs seen"),
-        versions_row(hip, rocm_version(root)),
-    ]
-
-
-def versions_row(hip: str, rocm: str) -> Row:
-    """A wheel brings its own ROCm libraries, so a difference only matters to the profilers."""
+    # A wheel brings its own ROCm libraries, so a difference only matters to the profilers.
     remedy = "if rocprofv3 hangs or crashes: a torch built for this ROCm (module or container)"
-    row = Row("torch's ROCm", "one ROCm for torch and the profilers", remedy)
+    versions = Row("torch's ROCm", "one ROCm for torch and the profilers", remedy)
     same = hip.split(".")[:2] == rocm.split(".")[:2]
     text = f"{hip or 'unknown'} in torch, {rocm or 'unknown'} here"
-    return row.judged(same, text, otherwise=MISSING)
+    return [
+        row.judged(seen, f"{facts['version']}, {seen} GPUs seen"),
+        versions.judged(same, text, otherwise=MISSING),
+    ]
 
 
 def make(_: argparse.Namespace) -> Report:
     facts = probe(probe_torch) if importlib.util.find_spec("torch") else {}
-    rows = [rocm_row(ROCM), *driver_rows(), gpu_row(ROCM), *tool_rows(ROCM)]
-    rows += torch_rows(facts, ROCM)
+    folder = str(ROCM / "bin")
+    driver = "load the amdgpu driver; in a container --device=/dev/kfd --device=/dev/dri"
+    tool = f"part of ROCm: module load rocm, or add {folder} to PATH"
+    render = next(iter(sorted(DRI.glob("renderD*"))), DRI / "renderD*")
+    rows = [
+        rocm_row(ROCM),
+        device_file_row(KFD, "the compute driver", driver),
+        device_file_row(render, "one file a GPU", driver),
+        gpu_row(ROCM),
+        tool_row(Row("amd-smi", "load, clocks, memory, power", tool), folder, "version"),
+        tool_row(Row("rocm-smi", "the same, older", tool), folder),
+        tool_row(Row("hipcc", "compiles HIP; not needed to train", tool), folder),
+        *torch_rows(facts, ROCM),
+    ]
     of_rocm = facts.get("build", "").startswith("ROCm")
     if of_rocm or ROCM.is_dir() or KFD.exists() or shutil.which("rocminfo"):
         return Report(rows, "ROCm is in order. Next: test_profiling_tools.py")

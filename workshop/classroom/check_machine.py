@@ -11,19 +11,18 @@ machine whose PyTorch is missing or broken gets its row like any other.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import platform
 import re
 import subprocess
 import sys
-import typing
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from workshop import errors
 
@@ -35,10 +34,9 @@ from workshop.errors import WorkshopError, printable
 from workshop.run import processes, waiting
 from workshop.versions import ROOT, VERSIONS
 
-SCHEMA_VERSION = 1
 SCRIPTS = ROOT / "setup" / "validation_scripts"
 ENVIRONMENT, ROCM, PROFILERS = "test_environment", "test_rocm_installation", "test_profiling_tools"
-_FLAGS = {ENVIRONMENT: ("--compile",), ROCM: (), PROFILERS: ()}
+_FLAGS = {ENVIRONMENT: ["--compile"], ROCM: [], PROFILERS: []}
 """The validation scripts, in the order in which they are run, and their flags."""
 _GATE = ("--config", "tiny", "--batch-size", "1", "--seq-len", "33")
 """A few tokens: V3's kernels may have to be interpreted."""
@@ -46,6 +44,9 @@ _SECONDS = 400
 """Limit of a check: a kernel's first compilation, on a busy node."""
 PASS, FAIL, SKIPPED, UNTRIED = "pass", "FAIL", "skipped", "untried"
 _NAME = re.compile(r"\w[\w.-]{,63}", re.ASCII)
+HEADER = ("machine", "", "device", "PyTorch", "gate", "profilers", "checked (UTC)")
+Rows = list[dict[str, Any]]
+"""Rows of a validation script: what, found, version, purpose, remedy and needed of each thing."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,17 @@ class Machine:
     versions: dict[str, str]
     """PASS, FAIL, SKIPPED or UNTRIED, of each version's gate on this machine's device."""
     profilers: list[str]
-    attention: list[str] = field(default_factory=list)
-    absent: list[str] = field(default_factory=list)
+    attention: list[str]
+    absent: list[str]
 
     @property
-    def ready(self) -> bool:
-        return not self.attention
+    def gates(self) -> str:
+        """As in "pass v1 v2 v4; skipped v3"."""
+        by_status = _by_value(self.versions.items())
+        return "; ".join(f"{status} {' '.join(keys)}" for status, keys in by_status.items())
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m workshop.classroom.check_machine",
         description="Checks that this machine is ready for the workshop: the three validation "
@@ -93,28 +96,33 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--collect", type=Path, metavar="DIR", help="check nothing, show the machines in DIR")
     add("--expect", type=count, metavar="N", help="with --collect: how many there should be")
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse(build_parser(), argv)
+    arguments = parse(parser, argv)
     work = partial(_collect if arguments.collect else _check, arguments)
     return errors.exit_status(work, interrupted="interrupted: nothing is written")
 
 
+# --- one machine ---------------------------------------------------------------------------------
+
+
 def _check(arguments: argparse.Namespace) -> int:
     name = machine_name(arguments.machine)
-    target: Path = arguments.output_dir / f"{name}.json"
-    with _writing(target.parent):  # before the checks, which take a minute
-        target.parent.mkdir(parents=True, exist_ok=True)
+    target = arguments.output_dir / f"{name}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)  # before the checks, which take a minute
     machine = examine(name)
-    _write(
-        target, json.dumps({"schema_version": SCHEMA_VERSION} | asdict(machine), indent=1) + "\n"
-    )
-    for line in _summary(machine):
-        print(printable(line))
-    print(f"Written: {target}")
-    return errors.DONE if machine.ready else errors.ANSWER_IS_NO
+    new = target.with_suffix(".new")  # a file is there whole or not at all
+    new.write_text(json.dumps(asdict(machine), indent=1) + "\n", encoding="utf-8")
+    new.replace(target)
+    lines = [
+        f"{name}: {'NEEDS ATTENTION' if machine.attention else 'ready'}",
+        f"  device     {machine.device}",
+        f"  PyTorch    {machine.torch}, Python {machine.python}",
+        f"  gate       {machine.gates}",
+        f"  profilers  {', '.join(machine.profilers) or 'none'}",
+        *(f"  fix:       {sentence}" for sentence in machine.attention),
+        *(f"  without:   {sentence}" for sentence in machine.absent),
+    ]
+    print(*map(printable, lines), f"Written: {target}", sep="\n")
+    return errors.ANSWER_IS_NO if machine.attention else errors.DONE
 
 
 def machine_name(wanted: str | None) -> str:
@@ -134,71 +142,35 @@ def machine_name(wanted: str | None) -> str:
     return wanted
 
 
-def _write(path: Path, text: str) -> None:
-    """Writes a file whole or not at all. The package's own function for that is not for here: it
-    comes with PyTorch."""
-    temporary = path.with_name(f".{path.name}.new")
-    with _writing(path):
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Raises WorkshopError: `path` can't be written by what is done meanwhile."""
-    try:
-        yield
-    except OSError as error:
-        raise WorkshopError(
-            f"{path} can't be written ({error.strerror}): choose another --output-dir"
-        ) from None
-
-
-def _summary(machine: Machine) -> Iterator[str]:
-    """One machine's row, in lines."""
-    yield f"{machine.name}: {'ready' if machine.ready else 'NEEDS ATTENTION'}"
-    yield f"  device     {machine.device}"
-    yield f"  PyTorch    {machine.torch}, Python {machine.python}"
-    yield f"  gate       {_gates(machine)}"
-    yield f"  profilers  {', '.join(machine.profilers) or 'none'}"
-    yield from (f"  fix:       {sentence}" for sentence in machine.attention)
-    yield from (f"  without:   {sentence}" for sentence in machine.absent)
-
-
-# --- one machine ---------------------------------------------------------------------------------
-
-Rows = list[dict[str, typing.Any]]
-"""Rows of a validation script: what, found, version, purpose, remedy and needed of each thing."""
-
-
 def examine(name: str) -> Machine:
     """Runs all checks on this machine, each in a process of its own, and says on stderr which."""
     rows: dict[str, Rows] = {}
     attention, absent = [], []
-    for script, flags in _FLAGS.items():
+    for script in _FLAGS:
         _announce(script.removeprefix("test_").replace("_", " "))
-        rows[script], problem = _script_rows(script, flags)
+        rows[script], problem = _script_rows(script)
         attention += [problem] if problem else []
     found = {row["what"]: row for row in rows[ENVIRONMENT]}
     torch = found.get("torch", {"found": "no", "version": ""})
     for row in (row for its in rows.values() for row in its):
+        # As in "ncu (missing): Nsight Compute".
+        sentence = f"{row['what']} ({row['version'] or 'missing'}): {row['remedy']}"
         if row["found"] == "BROKEN" or (row["found"] == "no" and row["needed"]):
-            attention.append(_sentence(row))
-        elif _is_absent(row, torch["version"]):
-            absent.append(_sentence(row))
+            attention.append(sentence.removesuffix(": "))
+        elif row["found"] == "no" and _fits(row, torch["version"]):
+            absent.append(sentence.removesuffix(": "))
     versions = dict.fromkeys(VERSIONS, UNTRIED)
     for key in VERSIONS if torch["found"] == "yes" else ():
         _announce(f"{key} on a small model")
         versions[key], why = gate(key)
         if versions[key] != PASS:
             (absent if versions[key] == SKIPPED else attention).append(f"{key}: {why}")
+    describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    status, commit, _ = _run(describe)
     return Machine(
         name=name,
         checked=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        commit=_commit(),
+        commit=commit.strip() if status == errors.DONE else "unknown",
         python=platform.python_version(),
         torch=torch["version"] or "missing",
         device=found.get("device", {}).get("version") or "unknown",
@@ -213,10 +185,10 @@ def _announce(what: str) -> None:
     print(f"checking {what} ...", file=sys.stderr, flush=True)
 
 
-def _script_rows(script: str, flags: Iterable[str]) -> tuple[Rows, str]:
+def _script_rows(script: str) -> tuple[Rows, str]:
     """A validation script's rows; or why it gave no answer. Nothing, where it is not for this
     machine."""
-    command = [sys.executable, str(SCRIPTS / f"{script}.py"), "--json", *flags]
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), "--json", *_FLAGS[script]]
     status, output, problem = _run(command)
     try:
         rows: Rows = json.loads(output)["rows"]
@@ -226,16 +198,10 @@ def _script_rows(script: str, flags: Iterable[str]) -> tuple[Rows, str]:
     return ([] if not_here else rows), ""
 
 
-def _is_absent(row: dict[str, typing.Any], torch: str) -> bool:
-    """Whether it is missing and could be there: no profiler of another maker's GPU."""
+def _fits(row: dict[str, Any], torch: str) -> bool:
+    """Whether it could be there: a profiler of another maker's GPU could not."""
     builds = {"AMD": "ROCm", "NVIDIA": "CUDA"}
-    maker = row["purpose"].partition(":")[0]
-    return row["found"] == "no" and (maker not in builds or builds[maker] in torch)
-
-
-def _sentence(row: dict[str, typing.Any]) -> str:
-    """As in "ncu (missing): Nsight Compute"."""
-    return f"{row['what']} ({row['version'] or 'missing'}): {row['remedy']}".removesuffix(": ")
+    return builds.get(row["purpose"].partition(":")[0], "") in torch
 
 
 def _run(command: list[str]) -> tuple[int | None, str, str]:
@@ -269,20 +235,13 @@ def _run(command: list[str]) -> tuple[int | None, str, str]:
 
 def gate(key: str) -> tuple[str, str]:
     """Whether a version trains correctly on this device; and why not, where it does not."""
-    status, output, problem = _run(
-        [sys.executable, "-m", "workshop.parity", "--version", key, *_GATE]
-    )
+    command = [sys.executable, "-m", "workshop.parity", "--version", key, *_GATE]
+    status, output, problem = _run(command)
     if status == errors.DONE:
         return PASS, ""
     *_, last = output.strip().splitlines() or [problem.removeprefix("error: ")]
     skipped = status == errors.NOT_ON_THIS_MACHINE
     return SKIPPED if skipped else FAIL, last.strip() or f"ended with status {status}"
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    status, output, _ = _run(command)
-    return output.strip() if status == errors.DONE else "unknown"
 
 
 # --- all machines --------------------------------------------------------------------------------
@@ -298,13 +257,23 @@ def _collect(arguments: argparse.Namespace) -> int:
             f"{arguments.collect}: no machine's file in it: run on each machine "
             f"`python -m workshop.classroom.check_machine --output-dir {arguments.collect}`"
         )
-    _show(machines, problems)
-    well = not problems and all(machine.ready for machine in machines)
+    rows = [
+        (
+            *(machine.name, "ATTENTION" if machine.attention else "ready", machine.device),
+            *(machine.torch, machine.gates, ", ".join(machine.profilers) or "none"),
+            machine.checked[:16].replace("T", " "),
+        )
+        for machine in machines
+    ]
+    for row in (HEADER, ("---",) * len(HEADER), *rows):
+        print(f"| {' | '.join(map(printable, row))} |")
+    print("", *(f"- {note}" for note in notes(machines, problems)), sep="\n")
+    well = not problems and not any(machine.attention for machine in machines)
     return errors.DONE if well else errors.ANSWER_IS_NO
 
 
 def read_all(folder: Path) -> tuple[list[Machine], list[str]]:
-    """The machines whose files lie in a folder, sorted as a person counts (node2 before node10),
+    """The machines whose files are in a folder, sorted as a person counts (node2 before node10),
     and what is wrong with files that can't be read, in sentences.
 
     Raises:
@@ -315,9 +284,9 @@ def read_all(folder: Path) -> tuple[list[Machine], list[str]]:
     machines, problems = [], []
     for path in sorted(folder.glob("*.json")):
         try:
-            machines.append(_read(path))
-        except WorkshopError as error:
-            problems.append(str(error))
+            machines.append(Machine(**json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError) as error:
+            problems.append(f"{path.name}: can't be read ({error}): check that machine again")
     return sorted(machines, key=lambda machine: _counted(machine.name)), problems
 
 
@@ -325,54 +294,10 @@ def _counted(name: str) -> list[tuple[int, str]]:
     return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
 
 
-def _read(path: Path) -> Machine:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise WorkshopError(
-            f"{path.name}: can't be read ({error}): check that machine again"
-        ) from None
-    if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:
-        raise WorkshopError(f"{path.name}: not a machine's file of this checkout")
-    hints = typing.get_type_hints(Machine)
-    for name, hint in hints.items():
-        kind = typing.get_origin(hint) or hint
-        if not isinstance(content.get(name), kind):
-            raise WorkshopError(f"{path.name}: field {name} is missing or no {kind.__name__}")
-    return Machine(**{name: content[name] for name in hints})
-
-
-HEADER = ("machine", "", "device", "PyTorch", "gate", "profilers", "checked (UTC)")
-
-
-def _show(machines: list[Machine], problems: list[str]) -> None:
-    """Prints the table and the notes, in Markdown."""
-    rows = [HEADER, ("---",) * len(HEADER)]
-    rows += [
-        (
-            *(machine.name, "ready" if machine.ready else "ATTENTION", machine.device),
-            *(machine.torch, _gates(machine), ", ".join(map(str, machine.profilers)) or "none"),
-            machine.checked[:16].replace("T", " "),
-        )
-        for machine in machines
-    ]
-    for row in rows:
-        print(f"| {' | '.join(map(printable, row))} |")
-    print()
-    for note in notes(machines, problems):
-        print(f"- {note}")
-
-
-def _gates(machine: Machine) -> str:
-    """As in "pass v1 v2 v4; skipped v3"."""
-    by_status = _by_value(machine.versions.items())
-    return "; ".join(f"{status} {' '.join(keys)}" for status, keys in by_status.items())
-
-
 def notes(machines: list[Machine], problems: list[str]) -> list[str]:
     """Notes: what must be fixed where; where machines differ that should be alike; what is missing,
     with how to get it and where."""
-    ready = sum(machine.ready for machine in machines)
+    ready = sum(not machine.attention for machine in machines)
     lines = [f"{ready} of {len(machines)} machines ready", *problems]
     lines += [f"{machine.name}: fix {what}" for machine in machines for what in machine.attention]
     for what, groups in (
@@ -391,7 +316,7 @@ def _by_value(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     """Names by value, the most frequent value first."""
     groups: dict[str, list[str]] = {}
     for name, value in pairs:
-        groups.setdefault(str(value), []).append(name)
+        groups.setdefault(value, []).append(name)
     return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
 
 

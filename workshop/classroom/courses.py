@@ -6,9 +6,9 @@ An exercise's minutes are its sheet's; the times of a day follow from them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workshop.compare.markdown import table
 from workshop.errors import WorkshopError
 from workshop.exercises.sheet import SESSION_MINUTES, Sheet
+from workshop.tables import markdown_rows as table
 
 BEGIN = 9 * 60
 """Minutes after midnight."""

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from workshop.collection import Collection, Profile
-from workshop.compare.markdown import table
 from workshop.gate import plausibility
 from workshop.profilers import kernel_file
 from workshop.report import comparisons, studies
+from workshop.tables import markdown_rows as table
 from workshop.versions import ROOT, VERSIONS
 
 GUIDE = ROOT / "exercises" / "instructor_guide.md"

@@ -204,13 +204,13 @@ def _plan(scope: Range, plan: Plan, size: int, runs: list[RunResult]) -> Plan:
     return dataclasses.replace(plan, left_out=why, prediction=prediction)
 
 
-def estimate_mb(version: str, model: flops.ModelSizes, batch_size: int, seq_len: int) -> float:
+def estimate_mb(version: str, model: flops.Sizes, batch_size: int, seq_len: int) -> float:
     """A rough estimate of a version's peak in fp32, in MB."""
     numbers = gate_size.activations(model, batch_size, seq_len, scores=version == versions.BASELINE)
     return _state_mb(model) + 4 * numbers / MB
 
 
-def _state_mb(model: flops.ModelSizes) -> float:
+def _state_mb(model: flops.Sizes) -> float:
     return flops.ADAMW_STATE_BYTES_PER_PARAMETER * flops.parameter_count(model) / MB
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from workshop.collection import Profile
-from workshop.compare import tables
 from workshop.compare.rows import Row, without_interval
 from workshop.dashboard import data, figures
 from workshop.dashboard.data import Choice, Group, Snapshot
@@ -19,6 +18,7 @@ from workshop.report.parts import BAD, DIM, Cell, Line, Section, Table, cells
 from workshop.report.pictures import Picture
 from workshop.results import FAIL, PASS
 from workshop.run import presets
+from workshop.show import comparisons as comparison_tables
 from workshop.versions import ALL, BASELINE
 
 CONTENTS, OVERVIEW = "What is here", "Speed and memory"
@@ -145,7 +145,7 @@ def _lab_line(title: str, rows: list[LabRow]) -> Line:
 
 
 def _overview(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
-    speed, proof = tables.group_tables(rows)
+    speed, proof = comparison_tables.group_tables(rows)
     header = ["version", "verdict", *speed.header[2:], *proof.header[4:]]
     lines = [
         Line([_version(row), _verdict(row), *map(Cell, fast.cells[2:-1]), _speedup(row),

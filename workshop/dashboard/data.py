@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from workshop import labs
 from workshop.collection import Collection, Profile, StoredRun, distinct_names
-from workshop.compare import lab_table
 from workshop.compare import rows as compared
 from workshop.compare.rows import Row, variant
 from workshop.labs import LabRow
@@ -19,6 +18,7 @@ from workshop.report import comparisons, lab_sections, studies
 from workshop.report.parts import Section
 from workshop.results import RunResult
 from workshop.run import presets
+from workshop.show import lab_table
 from workshop.versions import ALL, BASELINE
 
 _DAY = len("20261120")

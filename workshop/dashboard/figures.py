@@ -10,11 +10,11 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from workshop.compare.figures import LOST
 from workshop.compare.rows import Row
 from workshop.profilers.names import display_name
 from workshop.results import FAIL
 from workshop.run.interpreter import NOT_COMPARABLE
+from workshop.show.charts import LOST
 from workshop.versions import ALL
 
 _GREY, _GRID = "#808080", "#D9DDE2"

@@ -13,8 +13,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_TABLE = re.compile(r"\s*\[([\w.\-]+)\]")
-
 
 class Unanswered(Exception):
     """A question whose answer is empty still; its text is the key."""
@@ -33,15 +31,11 @@ class Answers:
         try:
             self._text = path.read_text(encoding="utf-8")
             self._values = tomllib.loads(self._text)
-        except OSError as error:
-            raise WorkshopError(f"{path.name}: can't be read: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise WorkshopError(f"{path.name}: it is not in UTF-8: save it as UTF-8") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise WorkshopError(f"{path.name}: can't be read, save it as UTF-8: {error}") from None
         except tomllib.TOMLDecodeError as error:
             hint = "text goes in quotes, closed on the same line; a number has no comma"
             raise WorkshopError(f"{path.name}: {error}; {hint}") from None
-        except RecursionError:
-            raise WorkshopError(f"{path.name}: brackets are nested too deeply") from None
 
     def __getitem__(self, key: str) -> Any:
         """The value as TOML has it."""
@@ -54,7 +48,8 @@ class Answers:
                     "questions again"
                 )
             value = value[part]
-        if _is_empty(value):
+        empty = isinstance(value, str) and not value.strip()
+        if empty or value == [] or (isinstance(value, float) and math.isnan(value)):
             raise Unanswered(key)
         return value
 
@@ -86,29 +81,27 @@ class Answers:
     def choice(self, key: str, choices: tuple[str, ...]) -> str:
         """One of `choices`, upper or lower case."""
         value = self.text(key)
-        by_letters = {choice.casefold(): choice for choice in choices}
-        if value.casefold() not in by_letters:
+        found = next((one for one in choices if one.casefold() == value.casefold()), None)
+        if found is None:
             raise self._wrong(key, f"should be one of {', '.join(choices)}", value)
-        return by_letters[value.casefold()]
+        return found
+
+    def names(self, key: str, known: tuple[str, ...]) -> list[str]:
+        """A list of some of the `known` names, each once."""
+        value = self[key]
+        unknown = [n for n in value if n not in known] if isinstance(value, list) else value
+        if unknown or not isinstance(value, list):
+            raise self._wrong(key, f"should be a list of {', '.join(known)}", unknown)
+        return list(dict.fromkeys(value))
 
     def _wrong(self, key: str, should: str, value: object) -> WorkshopError:
-        line = self._line(key)
-        where = f", line {line}" if line else ""
-        return WorkshopError(f"{self.path.name}{where}: {key} {should}, found {value!r:.40}")
-
-    def _line(self, key: str) -> int | None:
-        """The line of a key; None where it is written in another way than the template's."""
+        """The line is named where the file is written as its template is."""
         table, _, name = key.rpartition(".")
-        current = ""
+        current, where = "", ""
         for number, line in enumerate(self._text.splitlines(), start=1):
-            if match := _TABLE.match(line):
+            if match := re.match(r"\s*\[([\w.\-]+)\]", line):
                 current = match[1]
             elif current == table and re.match(rf"\s*{re.escape(name)}\s*=", line):
-                return number
-        return None
-
-
-def _is_empty(value: object) -> bool:
-    if isinstance(value, str):
-        return not value.strip()
-    return value == [] or (isinstance(value, float) and math.isnan(value))
+                where = f", line {number}"
+                break
+        return WorkshopError(f"{self.path.name}{where}: {key} {should}, found {value!r:.40}")

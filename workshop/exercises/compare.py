@@ -31,35 +31,31 @@ def first_difference(yours: object, expected: Tensor, *, what: str, limit: float
     if not isinstance(yours, torch.Tensor):
         found = "nothing (None)" if yours is None else f"a {type(yours).__name__}"
         return Item(False, what, f"yours is {found}, expected a tensor")
-    for name in ("shape", "dtype"):
-        mine, right = getattr(yours, name), getattr(expected, name)
-        if mine != right:
-            shown = [str(tuple(v)) if name == "shape" else str(v) for v in (mine, right)]
-            return Item(False, what, f"its {name} is {shown[0]}, expected {shown[1]}")
+    if yours.shape != expected.shape:
+        why = f"its shape is {tuple(yours.shape)}, expected {tuple(expected.shape)}"
+        return Item(False, what, why)
+    if yours.dtype != expected.dtype:
+        return Item(False, what, f"its dtype is {yours.dtype}, expected {expected.dtype}")
     a, b = yours.detach().cpu().double(), expected.detach().cpu().double()
     finite = b[b.isfinite()]
     scale = finite.square().mean().sqrt() if finite.numel() else b.new_zeros(())
     close = b.isfinite() & ((a - b).abs() <= limit * (b.abs() + scale))
     wrong = ~close & (a != b) & ~(a.isnan() & b.isnan())
+    return Item(False, what, _describe(a, b, wrong)) if wrong.any() else Item(True, what)
+
+
+def _describe(yours: Tensor, expected: Tensor, wrong: Tensor) -> str:
     count = int(wrong.sum())
-    return Item(True, what) if count == 0 else Item(False, what, _describe(a, b, wrong, count))
-
-
-def _describe(yours: Tensor, expected: Tensor, wrong: Tensor, count: int) -> str:
-    share = count / wrong.numel()
+    text = f"{count:,} of {wrong.numel():,} elements are wrong ({count / wrong.numel():.1%})"
+    for name, test in (("NaN", yours.isnan()), ("infinite", yours.isinf())):
+        if test.any():
+            text += f"; {int(test.sum())} are {name}"
+    lines = [text]
     first = tuple(int(i) for i in wrong.nonzero()[0])
-    unfit = [
-        f"{int(test.sum())} are {name}"
-        for name, test in (("NaN", yours.isnan()), ("infinite", yours.isinf()))
-        if test.any()
-    ]
-    lines = [
-        f"{count:,} of {wrong.numel():,} elements are wrong ({share:.1%})"
-        + (f"; {', '.join(unfit)}" if unfit else ""),
-        f"first at {list(first)}:" if first else "",
-    ]
+    if first:
+        lines.append(f"first at {list(first)}:")
     for name, tensor in (("yours", yours), ("expected", expected)):
         row = tensor[first[:-1]][first[-1] : first[-1] + _BESIDE] if first else tensor
         values = row.reshape(-1).tolist()
         lines.append(f"  {name:<9}" + " ".join(f"{v:11.5g}" for v in values))
-    return "\n".join(line for line in lines if line)
+    return "\n".join(lines)

@@ -8,26 +8,24 @@ line of the participant's file that it comes from.
 """
 
 import contextlib
-import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-from workshop.errors import WorkshopError
-from workshop.exercises.answers import Answers
-from workshop.versions import ROOT
+from workshop import versions
+from workshop.errors import NotOnThisMachine, WorkshopError, printable
+from workshop.exercises.answers import Answers, Unanswered
 
 if TYPE_CHECKING:
     from workshop.collection import StoredRun
     from workshop.labs import LabRun
     from workshop.profilers.table import KernelTable
     from workshop.results import RunResult
-    from workshop.run.flops import Sizes
 
 STARTER, MINE = "starter.py", "mine.py"
 QUESTIONS, MY_ANSWERS = "answers.toml", "my_answers.toml"
@@ -35,9 +33,12 @@ DIAGNOSIS, MY_DIAGNOSIS = "diagnosis.toml", "my_diagnosis.toml"
 """The names of performance_debugging's answers."""
 COPIES = {STARTER: MINE, QUESTIONS: MY_ANSWERS, DIAGNOSIS: MY_DIAGNOSIS}
 """Files that an exercise gives to fill, and the names of the participant's copies."""
-RESULTS = ROOT / "results"
+CHECK = "check.py"
+RESULTS = versions.ROOT / "results"
 _NOT_OWN = ("reference", "exercises")
 """Folders of results that hold no measurement of the participant's."""
+_MOST = 400
+"""Characters of an error's text that are shown."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Work:
         Args:
             folder: of the exercise.
             mine, answers: the participant's files, if they are not the folder's own.
-            results: below which the participant's result files and profiles lie.
+            results: below which the participant's result files and profiles are.
         """
         self.folder = folder
         self.mine_path = mine or folder / MINE
@@ -94,17 +95,12 @@ class Work:
 
     @cached_property
     def module(self) -> ModuleType:
-        """mine.py. What importing it raises is left to the caller: the frame shows it, with its
-        line, as a red Item."""
+        """mine.py; importing it may raise anything."""
         return import_file(self.mine_path)
 
     @cached_property
     def answers(self) -> Answers:
-        """my_answers.toml (in performance_debugging my_diagnosis.toml).
-
-        Raises:
-            WorkshopError: it is missing, or no TOML.
-        """
+        """The answers; WorkshopError if the file is missing or no TOML."""
         return Answers(self.answers_path)
 
     def each(self, *parts: Part) -> Iterator[Item]:
@@ -114,17 +110,16 @@ class Work:
         Raises:
             NotOnThisMachine: raised by a part, or it needs Triton and there is none.
         """
-        from workshop.exercises import faults
-
         for part in parts:
             try:
                 yield from part(self)
-            except (KeyboardInterrupt, GeneratorExit):
+            except (KeyboardInterrupt, GeneratorExit, NotOnThisMachine):
                 raise
             except BaseException as error:
-                if missing := faults.missing(error):
-                    raise missing from None
-                item = faults.as_item(error, self)
+                if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+                    missing = versions.missing(versions.VERSIONS["v3"])
+                    raise NotOnThisMachine(missing or str(error)) from None
+                item = red_item(error, self)
                 if item not in self._shown:  # a file that can't be read is so for every part
                     self._shown.add(item)
                     yield item
@@ -152,16 +147,13 @@ class Work:
     def _all_runs(self) -> list["StoredRun"]:
         from workshop.collection import Collection
 
-        if not self.results.is_dir():
-            return []
-        below = (path for path in sorted(self.results.iterdir()) if path.is_dir())
-        collection = Collection([path for path in below if path.name not in _NOT_OWN])
+        below = sorted(self.results.iterdir()) if self.results.is_dir() else []
+        collection = Collection([p for p in below if p.is_dir() and p.name not in _NOT_OWN])
         collection.refresh()
         return collection.runs
 
     def lab_runs(self, lab: str, *, status: str = "complete", **options: object) -> list["LabRun"]:
-        """The participant's own result files of a lab, newest first; one that can't be read is left
-        out.
+        """The participant's own readable result files of a lab, newest first.
 
         Args:
             lab: the lab's folder, such as "inference_benchmark".
@@ -198,39 +190,76 @@ class Work:
         return load.load(table if table.is_file() else folder), load.recorded_run(folder)
 
 
-def sizes(run: "RunResult") -> "Sizes":
-    """Sizes of the model that a run trained."""
-    from workshop.run.flops import Sizes
-
-    return Sizes(**{name: int(run.config[name]) for name in Sizes.__dataclass_fields__})
-
-
 def setting(run: "RunResult") -> tuple[object, ...]:
     """Settings that two runs must share to be compared, besides their batch and length."""
     options = (run.options.get("compile"), run.options.get("cuda_graph"))
     return run.config, run.precision, run.device.get("name"), options
 
 
-class _FreshLoader(SourceFileLoader):
-    """Compiles a file each time: to Python's cache two changes within a second look alike."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
-        return code
-
-
 def import_file(path: Path) -> ModuleType:
-    """Imports a Python file as the module of its name.
+    """Imports a Python file as the module of its name, compiled anew each time: to Python's cache
+    two changes within a second look alike.
 
     Raises:
         WorkshopError: it can't be read.
     """
     if not path.is_file():
         raise WorkshopError(f"{path.name}: no such file in {path.parent}")
-    loader = _FreshLoader(path.stem, str(path))
-    spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(path.stem)
+    module.__file__ = str(path)
     sys.modules[path.stem] = module  # dataclasses look their module up while it is being executed
-    loader.exec_module(module)
+    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     return module
+
+
+# --- errors in a participant's file --------------------------------------------------------------
+
+
+def red_item(error: BaseException, work: Work) -> Item:
+    """The red Item of an error which ended a check or a part of one, with the line of mine.py."""
+    mine = work.mine_path
+    if isinstance(error, Unanswered):
+        return Item(False, f"not answered yet: {error}")
+    if isinstance(error, Missing):
+        return Item(False, error.what, error.command)
+    if isinstance(error, WorkshopError):
+        return Item(False, printable(str(error)))
+    if isinstance(error, SyntaxError) and error.filename == str(mine):
+        line = f", line {error.lineno}" if error.lineno else ""
+        code = f": {printable(error.text)}" if error.text and error.text.strip() else ""
+        return Item(False, f"{mine.name}{line} is no Python", f"{error.msg}{code}")
+    if isinstance(error, AttributeError) and getattr(error.obj, "__file__", "") == str(mine):
+        return Item(False, f"{mine.name} has no {error.name}", "keep the starter's names")
+    # Triton's interpreter wraps a kernel's own error: the innermost with a line of mine.py counts.
+    blamed = [(link, line) for link in _chain(error) if (line := _last_line(link, mine))]
+    if not blamed:
+        place = _last_line(error, work.folder / CHECK) or CHECK
+        return Item(False, "the check could not go on", f"{_text(error)} ({place})")
+    cause, where = blamed[-1]
+    if isinstance(cause, NotImplementedError):
+        return Item(False, f"not written yet: {where}", printable(str(cause)[:_MOST]))
+    if isinstance(cause, SystemExit):
+        return Item(False, f"{where} ends Python", "leave out sys.exit(): the check goes on after")
+    return Item(False, where, _text(cause))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that it was raised from."""
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def _last_line(error: BaseException, path: Path) -> str:
+    """The last line of a file that an error went through, in words; "" for none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    if not frames:
+        return ""
+    function = "" if frames[-1].name == "<module>" else f", in {frames[-1].name}"
+    return f"{path.name}, line {frames[-1].lineno}{function}"
+
+
+def _text(error: BaseException) -> str:
+    text = printable(str(error)[:_MOST]) if str(error) else ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

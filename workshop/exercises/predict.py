@@ -1,4 +1,4 @@
-"""A participant's predictions and findings against what was measured.
+"""Questions about a participant's measurements: predictions and findings.
 
 A prediction that is off is never red: it says by how much it was off, and why that is instructive.
 It waits for the findings, which the measured value would give away.
@@ -20,10 +20,15 @@ NEARLY_RIGHT = 1.2
 """Up to this factor a difference is said in percent."""
 
 
+class NotCompared(Exception):
+    """Raised by a question's `value` where the results have no answer: the text says why, and any
+    answer is green."""
+
+
 def prediction(
     what: str, predicted: float, measured: float, unit: str, *, within: float = 0.25, why: str
 ) -> Item:
-    """An Item that is always green, and says how far off it was.
+    """An Item that is always green, and says how far off a prediction was.
 
     Args:
         what: the quantity, "the time of a step".
@@ -35,11 +40,6 @@ def prediction(
     if abs(predicted - measured) <= within * abs(measured):
         return Item(True, what, f"{numbers}: a good prediction")
     return Item(True, what, f"{numbers}: {_how_far(predicted, measured)}\n{why}")
-
-
-class NotCompared(Exception):
-    """Raised by a question's `value` where the results have no answer: the text says why, and any
-    answer is green."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ class Found(Generic[M]):
         for wrong, why in self.slips(m):
             if self._near(yours, wrong):
                 return Item(False, self.what, f"{shown}: {why}")
-        why = self.how if isinstance(self.how, str) else self.how(m)
-        return Item(False, self.what, f"{shown}, is {_how_far(yours, right)}\n{why}")
+        return Item(False, self.what, f"{shown}, is {_how_far(yours, right)}\n{_text(self.how, m)}")
 
     def _near(self, yours: float, number: float) -> bool:
         return abs(yours - number) <= max(self.margin, self.within * abs(number))
@@ -84,14 +83,9 @@ class Predicted(Found[M]):
 
     within: float = 0.25
 
-    def noted(self, answers: Answers) -> Item:
-        """Before the findings are there."""
-        yours = _number(answers.number(self.key), self.unit)
-        return Item(True, self.what, f"predicted {yours}: compared when all else is answered")
-
     def item(self, answers: Answers, m: M) -> Item:
         yours, right = answers.number(self.key), self.value(m)
-        why = self.how if isinstance(self.how, str) else self.how(m)
+        why = _text(self.how, m)
         return prediction(self.what, yours, right, self.unit, within=self.within, why=why)
 
 
@@ -118,7 +112,7 @@ class Chosen(Generic[M]):
         elif ok:
             why = self.note(m) if self.note else yours
         else:
-            why = f"not {yours}: {self.how if isinstance(self.how, str) else self.how(m)}"
+            why = f"not {yours}: {_text(self.how, m)}"
         return Item(ok, self.what, why)
 
 
@@ -149,28 +143,28 @@ def ask(
     """
     once = functools.cache(measured)
     parts = list(questions)
-    findings = [
-        part.key
-        for part in parts
-        if isinstance(part, (Found, Chosen, Written)) and not isinstance(part, Predicted)
-    ]
+    kinds = (Found, Chosen, Written)
+    findings = [p.key for p in parts if isinstance(p, kinds) and not isinstance(p, Predicted)]
 
-    def part(question: Question[M]) -> Part:
-        def answered(work: Work) -> Iterator[Item]:
-            m = once(work)
-            if isinstance(question, Predicted) and not all(map(work.answers.has, findings)):
-                yield question.noted(work.answers)
-                return
-            try:
-                yield question.item(work.answers, m)
-            except NotCompared as reason:
-                yield Item(True, question.what, str(reason))
-
-        return answered
+    def answered(question: Question[M], work: Work) -> Iterator[Item]:
+        m = once(work)
+        if isinstance(question, Predicted) and not all(map(work.answers.has, findings)):
+            yours = _number(work.answers.number(question.key), question.unit)
+            note = f"predicted {yours}: compared when all else is answered"
+            yield Item(True, question.what, note)
+            return
+        try:
+            yield question.item(work.answers, m)
+        except NotCompared as reason:
+            yield Item(True, question.what, str(reason))
 
     yield from work.each(
-        *(part(q) if isinstance(q, (Found, Chosen, Written)) else q for q in parts)
+        *(functools.partial(answered, p) if isinstance(p, kinds) else p for p in parts)
     )
+
+
+def _text(how: str | Callable[[M], str], m: M) -> str:
+    return how if isinstance(how, str) else how(m)
 
 
 def _how_far(yours: float, measured: float) -> str:

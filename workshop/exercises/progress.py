@@ -1,6 +1,6 @@
 """results/exercises/progress.json: what a participant has passed, and the hints that were shown."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from workshop import results
@@ -27,17 +27,23 @@ class State:
 
 @dataclass
 class _Stored:
-    schema_version: int
-    exercises: dict[str, State]
+    schema_version: int = SCHEMA_VERSION
+    exercises: dict[str, State] = field(default_factory=dict)
 
 
 class Progress:
     """The states of all exercises, kept in a file that is rewritten at each change."""
 
-    def __init__(self, results: Path) -> None:
-        """Raises WorkshopError: the file is broken."""
-        self.path = results / FILE
-        self._states = _read(self.path) if self.path.is_file() else {}
+    def __init__(self, folder: Path) -> None:
+        """Raises WorkshopError: the file in the folder of results is broken."""
+        self.path = folder / FILE
+        self._states: dict[str, State] = {}
+        if self.path.is_file():
+            try:
+                content = results.read_json(self.path)
+                self._states = results.convert(_Stored, content, str(self.path)).exercises
+            except WorkshopError as error:
+                raise WorkshopError(f"{error}; delete the file to start again") from None
 
     def __getitem__(self, name: str) -> State:
         return self._states.setdefault(name, State())
@@ -64,10 +70,3 @@ class Progress:
         results.prepare_folder(self.path.parent, "--results-dir")
         states = {name: vars(state) for name, state in sorted(self._states.items())}
         results.write_json(self.path, {"schema_version": SCHEMA_VERSION, "exercises": states})
-
-
-def _read(path: Path) -> dict[str, State]:
-    try:
-        return results.convert(_Stored, results.read_json(path), str(path)).exercises
-    except WorkshopError as error:
-        raise WorkshopError(f"{error}; delete the file to start again") from None

@@ -1,20 +1,27 @@
-"""The sheets: which exercises there are, what their heads say, their hints."""
+"""The sheets: which exercises there are, what their heads say, their hints, their index, and the
+participant's own copies of what a sheet gives to fill."""
 
 import itertools
+import os
 import re
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from workshop.compare.markdown import table
 from workshop.errors import WorkshopError
+from workshop.exercises.frame import CHECK, COPIES
 from workshop.versions import ROOT
 
-README, CHECK = "README.md", "check.py"
+README = "README.md"
 PLACES = ("version*_*/exercises", "labs/*/exercises")
 SESSION_MINUTES = {1: 45, 2: 60, 3: 60, 4: 45}
 TAKE_HOME, LAB = 5, 6
 """The numbers of what comes after the sessions, and of a lab, which has its own hours."""
 SESSIONS = (*SESSION_MINUTES, TAKE_HOME, LAB)
 _NAMES = {TAKE_HOME: "take home", LAB: "lab"}
+_HEADINGS = {TAKE_HOME: "To take home", LAB: "The labs"}
 ORDER = (
     "baseline_analysis memory_analysis bottleneck_identification "
     "fusion_analysis flash_attention rocm_tools_intro "
@@ -23,10 +30,9 @@ ORDER = (
     "performance_tuning"
 ).split()
 """Within a session each builds on the one before. Those of a lab follow by name."""
-_TITLE = re.compile(r"# (\S.*)")
 _HEAD = re.compile(
-    r"\*\*(\d+) minutes\*\* · (?:session ([1-4])|(take home|lab)) · "
-    r"(no GPU needed|better with a GPU) · (coding and measuring|coding|measuring)"
+    r"# (\S.*)\s+\*\*(\d+) minutes\*\* · (?:session ([1-4])|(take home|lab)) · "
+    r"(no GPU needed|better with a GPU) · (coding and measuring|coding|measuring)\s"
 )
 _FORM = "**45 minutes** · session 2 · no GPU needed · coding"
 _HINT = re.compile(
@@ -79,20 +85,13 @@ def read(folder: Path) -> Sheet:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise WorkshopError(f"{path}: can't be read: {error}") from None
-    lines = [line for line in text.splitlines() if line.strip()][:2]
-    title = _TITLE.fullmatch(lines[0].rstrip()) if lines else None
-    head = _HEAD.fullmatch(lines[1].strip()) if len(lines) == 2 else None
-    if not title or not head:
+    head = _HEAD.match(text)
+    if not head:
         raise WorkshopError(f"{path}: it should begin with `# Title` and `{_FORM}`")
-    return Sheet(
-        folder=folder,
-        title=title[1],
-        minutes=int(head[1]),
-        session=int(head[2]) if head[2] else {"lab": LAB}.get(head[3], TAKE_HOME),
-        needs=head[4],
-        kind=head[5],
-        hints=tuple(Hint(m["title"].strip(), m["text"].strip()) for m in _HINT.finditer(text)),
-    )
+    title, minutes, session, other, needs, kind = head.groups()
+    number = int(session) if session else LAB if other == "lab" else TAKE_HOME
+    hints = tuple(Hint(m["title"].strip(), m["text"].strip()) for m in _HINT.finditer(text))
+    return Sheet(folder, title.rstrip(), int(minutes), number, needs, kind, hints)
 
 
 def folders(root: Path = ROOT) -> list[Path]:
@@ -113,9 +112,72 @@ def read_all(root: Path = ROOT) -> tuple[list[Sheet], list[str]]:
     for first, second in itertools.pairwise(sorted(sheets, key=lambda one: one.name)):
         if first.name == second.name:
             problems.append(f"{first.folder} and {second.folder}: two exercises of one name")
-    return sorted(sheets, key=_place), problems
+    places = {name: place for place, name in enumerate(ORDER)}
+    order = lambda one: (one.session, places.get(one.name, len(ORDER)), one.name)  # noqa: E731
+    return sorted(sheets, key=order), problems
 
 
-def _place(sheet: Sheet) -> tuple[int, int, str]:
-    place = ORDER.index(sheet.name) if sheet.name in ORDER else len(ORDER)
-    return sheet.session, place, sheet.name
+# --- the index, which `make docs` writes into the documents --------------------------------------
+
+
+def index(sheets: Sequence[Sheet], folder: Path) -> str:
+    """Markdown: a table a session, with its minutes added up.
+
+    Args:
+        sheets: in their order.
+        folder: of the document, from which links start.
+    """
+    parts = []
+    for number, its in itertools.groupby(sheets, key=lambda one: one.session):
+        found = list(its)
+        heading = _HEADINGS.get(number, f"Session {number}")
+        rows = [(_link(s, folder), s.title, str(s.minutes), s.needs, s.kind) for s in found]
+        lines = table(("exercise", "what", "minutes", "needs", "kind"), rows, (0, 1, 3, 4))
+        parts.append(f"### {heading}: {sum(one.minutes for one in found)} minutes\n\n{lines}")
+    return "\n\n".join(parts)
+
+
+def index_of_version(sheets: Sequence[Sheet], folder: Path) -> str:
+    """Markdown: one table of a version's exercises, for the document in its folder."""
+    if not sheets:
+        return "It has no exercises."
+    rows = [(_link(one, folder), one.title, one.when, str(one.minutes)) for one in sheets]
+    return table(("exercise", "what", "when", "minutes"), rows, range(3))
+
+
+def _link(sheet: Sheet, folder: Path) -> str:
+    return f"[{sheet.name}]({Path(os.path.relpath(sheet.folder, folder)).as_posix()}/)"
+
+
+# --- the participant's own copies ----------------------------------------------------------------
+
+
+def make_copies(folder: Path) -> list[Path]:
+    """Makes the copies that are missing in an exercise's folder; their paths."""
+    made = []
+    for given, mine in COPIES.items():
+        if (folder / given).is_file() and not (folder / mine).exists():
+            try:
+                shutil.copyfile(folder / given, folder / mine)
+            except OSError as error:
+                raise WorkshopError(
+                    f"{folder / mine} can't be written ({error.strerror}): work in a copy of the "
+                    "repository that is yours"
+                ) from None
+            made.append(folder / mine)
+    return made
+
+
+def set_aside(folder: Path) -> list[Path]:
+    """Renames the copies, unless nothing was written into them; the new paths. One that was set
+    aside earlier is replaced."""
+    kept = []
+    for given, mine in COPIES.items():
+        path = folder / mine
+        if not path.is_file() or not (folder / given).is_file():
+            continue
+        if path.read_bytes() == (folder / given).read_bytes():
+            path.unlink()
+        else:
+            kept.append(path.replace(path.with_name(f"{mine}.old")))
+    return kept

@@ -205,7 +205,7 @@ def train_v1(
     """Trains V1 on `batches` (steps, 2, B, T), in higher precision than the setting's or at it."""
     precision, dtype = setting.precision, torch.float32
     if in_higher_precision:  # no autocast: the weights' own arithmetic
-        precision, dtype = get_precision("fp32", setting.device), parity.truth_dtype(setting)
+        precision, dtype = get_precision("fp32", setting.device), setting.reference_dtype
     configure_optimizer = versions.load(versions.BASELINE).configure_optimizer
     with kept_matmul_mode():
         precision.set_matmul_mode()

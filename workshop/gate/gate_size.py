@@ -1,7 +1,7 @@
 """The shape that the gate is run on: V1 in high precision, which it trains beside the version,
 takes more memory than the version itself."""
 
-from workshop.gate.parity import Setting, truth_dtype
+from workshop.gate.outcome import Setting
 from workshop.run import flops, hardware
 
 SHARE = 0.9
@@ -19,11 +19,11 @@ def of_setting(setting: Setting) -> tuple[int, int]:
     free_bytes = hardware.free_memory_bytes(setting.device)
     if free_bytes is None:
         return shape
-    return fitting(setting.config, *shape, SHARE * free_bytes, truth_dtype(setting).itemsize)
+    return fitting(setting.config, *shape, SHARE * free_bytes, setting.reference_dtype.itemsize)
 
 
 def fitting(
-    model: flops.ModelSizes, batch_size: int, seq_len: int, free_bytes: float, truth_bytes: int
+    model: flops.Sizes, batch_size: int, seq_len: int, free_bytes: float, truth_bytes: int
 ) -> tuple[int, int]:
     """The largest of the run's shape, halved again and again, whose gate fits: V1 in high
     precision, which it runs beside the version, needs more memory than the version itself. The
@@ -44,7 +44,7 @@ def fitting(
     return batches, length
 
 
-def bytes_needed(model: flops.ModelSizes, batch_size: int, seq_len: int, width: int) -> float:
+def bytes_needed(model: flops.Sizes, batch_size: int, seq_len: int, width: int) -> float:
     """About the most that `parity.check_model` holds at once.
 
     V1 in high precision, V1 and the version train one after the other: each holds weights, their
@@ -60,7 +60,7 @@ def bytes_needed(model: flops.ModelSizes, batch_size: int, seq_len: int, width: 
     return state * flops.parameter_count(model) + _MARGIN * width * numbers
 
 
-def activations(model: flops.ModelSizes, batch_size: int, seq_len: int, *, scores: bool) -> float:
+def activations(model: flops.Sizes, batch_size: int, seq_len: int, *, scores: bool) -> float:
     """Numbers that a step keeps for its backward pass, as measured in fp32 on a CPU.
 
     Args:

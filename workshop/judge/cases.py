@@ -206,7 +206,7 @@ class Case:
         if self._own_errors is None:
             return None
         if made.truth is not None:
-            dtype = str(parity.truth_dtype(self.setting)).removeprefix("torch.")
+            dtype = str(self.setting.reference_dtype).removeprefix("torch.")
             return Reference(made.truth, self._own_errors, f"V1 in {dtype}", exact=True)
         if made.own is None:
             return None

@@ -23,7 +23,7 @@ from workshop.judge.judge import FIXED_MS, SHARE, UNEVEN
 from workshop.judge.pipe import Closed, Message
 from workshop.judge.process import Process, in_parallel, share_of_compilers
 from workshop.judge.turn import Check
-from workshop.labs import TOLD, LabRun
+from workshop.results import TOLD, LabRun
 from workshop.run import timing
 
 READY_WITHIN_S = 900

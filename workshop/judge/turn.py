@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workshop.judge.pipe import Message, Pipe
-from workshop.labs import TOLD, LabRun
+from workshop.results import TOLD, LabRun
 from workshop.run.timing import StepClock
 
 Shown = tuple[Mapping[str, Tensor], Mapping[str, Any]]

@@ -183,13 +183,13 @@ def _norm_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device)
     branch, dy = (torch.randn(rows, C, device=device).to(dtype) for _ in range(2))
     stream = torch.randn(rows, C, device=device)
     weight = torch.randn(C, device=device)
-    _, total, rstd = norm.add_rms_norm_forward(branch, stream, weight, 1e-5, dtype, None)
+    _, total, rstd = norm.add_rms_norm_forward(branch, stream, weight, 1e-5, dtype)
 
     def forward() -> Any:
-        return norm.add_rms_norm_forward(branch, stream, weight, 1e-5, dtype, None)
+        return norm.add_rms_norm_forward(branch, stream, weight, 1e-5, dtype)
 
     def backward() -> Any:
-        return norm.rms_norm_backward(dy, stream, total, weight, rstd, dtype != stream.dtype, None)
+        return norm.rms_norm_backward(dy, stream, total, weight, rstd, dtype != stream.dtype)
 
     shapes = list(itertools.product((1024, 2048, 4096, 8192), (8, 16, 32)))
     for name, call, rest in (
@@ -208,8 +208,8 @@ def _swiglu_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.devic
     gate_up = torch.randn(rows, 2 * F, device=device).to(dtype)
     dy = torch.randn(rows, F, device=device).to(dtype)
     for name, call in (
-        ("FORWARD_BLOCKS", lambda: swiglu.swiglu_fused_forward(gate_up, None)),
-        ("BACKWARD_BLOCKS", lambda: swiglu.swiglu_fused_backward(dy, gate_up, None)),
+        ("FORWARD_BLOCKS", lambda: swiglu.swiglu_fused_forward(gate_up)),
+        ("BACKWARD_BLOCKS", lambda: swiglu.swiglu_fused_backward(dy, gate_up)),
     ):
         yield Job(swiglu, name, _row_blocks(512, 1024, 2048, 4096), call)
 

@@ -25,17 +25,17 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
 import torch
 
-from workshop import errors, records, results, versions
+from workshop import errors, records, results, tables, versions
 from workshop.arguments import count, parse
-from workshop.compare import tables
 from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.judge import lab_record
 from workshop.kernels import rows
 from workshop.kernels.calls import Setting
 from workshop.kernels.cases import OPS, OURS, PLAIN, draw_cases, make_cases
 from workshop.kernels.measure import Judge
 from workshop.kernels.rows import Row
 from workshop.labs import KERNELS
-from workshop.run import hardware, interpreter, lab_record
+from workshop.run import hardware, interpreter
 from workshop.run.precision import get_precision
 
 DEFAULT_FOLDER = results.DEFAULT_FOLDER / "kernels"

@@ -40,9 +40,8 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 import torch
 from torch import Tensor
 
-from workshop import errors, results, versions
+from workshop import errors, results, tables, versions
 from workshop.arguments import parse
-from workshop.compare import tables
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.run import presets
 from workshop.run.precision import PRECISIONS, Precision

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from workshop import records
-from workshop.compare.tables import Line, Table, number, print_tables
 from workshop.errors import WorkshopError
 from workshop.kernels.cases import BACKWARD, BOTH, FORWARD, GBS, HOST, OURS, TFLOPS, UNITS
 from workshop.labs import KERNELS, LabRow, LabRun
 from workshop.results import FAIL, PASS, SKIPPED
 from workshop.run import timing
+from workshop.tables import Line, Table, number, print_tables
 
 _STYLES = {FAIL: "red", SKIPPED: "dim"}
 NOTHING_TIMED = "interpreted: correctness only, nothing is timed"

@@ -495,7 +495,7 @@ def _product_treatment(figures: Figures) -> str:
     if faster is None:
         advice = [
             "What is left is the products' own rate, which is higher for larger ones: "
-            "--batch-size, --config (results/reference/report.md has the share of peak by size).",
+            "--batch-size, --config.",
             *_beyond(figures, v2="{} makes one product of q, k and v, and one of gate and up."),
         ]
         return " ".join(advice)

@@ -108,7 +108,7 @@ _RULES = (
     (
         "elementwise",
         r"^aten::|elementwise|(?:max|avg|average)_?pool|pooling|reduce_?kernel|softmax|dropout|distribution|silu|gelu|swiglu|geglu"
-        r"|float8_largest|cross_?entropy|nll_?loss|triu|tril|upsample|col2(?:im|vol)|subtensorop"
+        r"|float8_amax|cross_?entropy|nll_?loss|triu|tril|upsample|col2(?:im|vol)|subtensorop"
         r"|(?<![a-z])op(?:\dd)?tensor",
     ),
 )

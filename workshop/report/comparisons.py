@@ -10,8 +10,6 @@ from typing import Any
 from workshop import results
 from workshop.collection import StoredRun
 from workshop.compare import rows as measured
-from workshop.compare import tables as compared
-from workshop.compare.figures import MEMORY_COLOURS, PHASE_COLOURS
 from workshop.compare.rows import Row, size_name, variant
 from workshop.profilers.names import printable
 from workshop.report import charts, parts
@@ -19,6 +17,8 @@ from workshop.report.parts import BAD, Cell, Line, Section, Table, add_roofline,
 from workshop.report.pictures import Picture
 from workshop.results import FAIL, RunResult
 from workshop.run import precision, presets
+from workshop.show import comparisons as comparison_tables
+from workshop.show.charts import MEMORY_COLOURS, PHASE_COLOURS
 from workshop.versions import ALL, BASELINE
 
 _PHASES = [name for name, *_ in PHASE_COLOURS]
@@ -106,9 +106,9 @@ def add_group_roofline(part: Section, group: Group, folder: Path) -> None:
 
 def tables(group: Group) -> Section:
     """The tables, notes and alarms of a group."""
-    speed, proof = compared.group_tables(group.rows)
+    speed, proof = comparison_tables.group_tables(group.rows)
     files = [Cell("", parts.links(runs)) for runs in group.runs]
-    part = Section(group.anchor, printable(compared.title(group.rows)))
+    part = Section(group.anchor, printable(comparison_tables.title(group.rows)))
     part.tables = [
         parts.with_column("How fast", speed, "result files", files),
         parts.with_column("Verdict and cost", proof, "error, of allowed",

@@ -49,19 +49,14 @@ class Image:
         return _stamp_of(self.path) != self.fingerprint
 
 
-def find(collection: Collection, report_text: str) -> list[Image]:
-    """All pictures, with the fingerprints that they should have.
-
-    Args:
-        collection: the reference results.
-        report_text: their report, in Markdown.
-    """
+def find(collection: Collection) -> list[Image]:
+    """All pictures of the reference results, with the fingerprints that they should have."""
     traces = _DRAWN_TRACE.findall(TRACES_PAGE.read_text(encoding="utf-8").replace("\\\n", " "))
     return [
         Image(FOLDER / "dashboard.png", _of_dashboard(collection), _take_dashboard),
         Image(
             FOLDER / "report.png",
-            _of_report(report_text),
+            _of_report(collection),
             lambda path: _take_report(collection, path),
         ),
         *(_trace(shlex.split(words)) for words in traces),
@@ -174,8 +169,10 @@ def _until(window: Any, condition: Callable[[], object]) -> None:
     WebDriverWait(window, _WAIT_S).until(lambda _: condition())
 
 
-def _of_report(text: str) -> str:
+def _of_report(collection: Collection) -> str:
     """The summary, the first device and the contents, and how the page looks."""
+    report = content.build(collection, title="Training results")
+    text = pages.markdown_page(report, REFERENCE)
     headings = re.findall(r"^#+ .*", text, re.MULTILINE)
     files = (pages.TEMPLATES / name for name in ("report.html.j2", "report.css"))
     look = [path.read_bytes() for path in files]

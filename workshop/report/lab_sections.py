@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from workshop import labs
 from workshop.collection import StoredLab
-from workshop.compare import lab_table
 from workshop.labs import LabRow
 from workshop.profilers.names import printable
 from workshop.report.parts import (
@@ -17,6 +16,7 @@ from workshop.report.parts import (
     with_column,
 )
 from workshop.results import FAIL
+from workshop.show import lab_table
 
 INTRO = (
     "labs/{lab}, session {session}: percentiles over all steps of all processes, in ms a step of "

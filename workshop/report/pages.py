@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from workshop.compare.markdown import Markdown, code, escape, escape_block
-from workshop.compare.markdown import table as markdown_table
 from workshop.report.content import Shown
 from workshop.report.parts import Cell, Link, Report, Sheet, Table
 from workshop.report.pictures import Picture
+from workshop.tables import Markdown, code, escape, escape_block
+from workshop.tables import markdown_rows as markdown_table
 
 TEMPLATES = Path(__file__).parent
 HOW_TO_READ = (
@@ -72,16 +72,9 @@ def href(path: Path, folder: Path) -> str:
 # --- Markdown ------------------------------------------------------------------------------------
 
 
-def markdown_page(report: Report, folder: Path, introduction: str = "") -> str:
-    """The report as GitHub's Markdown, with words in place of its pictures and an introduction, of
-    Markdown, below the title."""
-    return _markdown(
-        "report.md.j2",
-        folder,
-        report=report,
-        how_to_read=HOW_TO_READ,
-        introduction=Markdown(introduction),
-    )
+def markdown_page(report: Report, folder: Path) -> str:
+    """The report as GitHub's Markdown, with words in place of its pictures."""
+    return _markdown("report.md.j2", folder, report=report, how_to_read=HOW_TO_READ)
 
 
 def participants_pages(sheet: Sheet, folder: Path) -> tuple[str, str]:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from workshop import tables
 from workshop.collection import StoredLab, StoredRun
-from workshop.compare import tables
 from workshop.compare.rows import Row
 from workshop.labs import LabRow
 from workshop.profilers.names import printable

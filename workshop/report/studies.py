@@ -5,8 +5,9 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from workshop import tables
 from workshop.collection import StoredRun
-from workshop.compare import figures, sweep, tables, waterfall
+from workshop.compare import sweep, waterfall
 from workshop.compare.rows import Row
 from workshop.compare.sweep import AXES, Point, Sweep
 from workshop.compare.waterfall import Waterfall
@@ -14,6 +15,8 @@ from workshop.profilers.names import printable
 from workshop.report.parts import Cell, Link, Section, alarms, links, with_column
 from workshop.report.pictures import DrawnPicture
 from workshop.results import RunResult
+from workshop.show import charts as comparison_charts
+from workshop.show import comparisons as comparison_tables
 
 WATERFALL = (
     "From V1 at fp32 one change at a time, each in its own processes (compare_versions.py "
@@ -52,10 +55,10 @@ def _waterfall(anchor: str, one: Waterfall, stored: Sequence[StoredRun]) -> Sect
     for step, of_step in zip(one.steps, files, strict=True):
         if step.row is not None:
             section.alarms += alarms(step.row, f"{step.rung.title}, {one.title}", of_step)
-    _add_table(section, "What each change is worth", tables.waterfall_table(one), files)
+    _add_table(section, "What each change is worth", comparison_tables.waterfall_table(one), files)
     times = (f"{s.rung.title} {s.step_ms:,.4g} ms" for s in one.steps if s.step_ms)
     words = f"{one.title}: {'; '.join(times)}."
-    draw = functools.partial(figures.save, figures.draw_waterfalls, [one])
+    draw = functools.partial(comparison_charts.save, comparison_charts.draw_waterfalls, [one])
     _add_picture(section, "What each change takes off the step", words, own, draw)
     return section
 
@@ -63,15 +66,15 @@ def _waterfall(anchor: str, one: Waterfall, stored: Sequence[StoredRun]) -> Sect
 def _sweep(anchor: str, one: Sweep, stored: Sequence[StoredRun]) -> Section:
     section = Section(anchor, printable(f"Sweep: {one.title}"), intro=SWEEP)
     own = [s for s in stored if one.includes(s.run)]
-    points = tables.sweep_points(one)
+    points = comparison_tables.sweep_points(one)
     files = [links(s for s in own if _is_at(s.run, point, one)) for _, point in points]
     for (label, point), of_point in zip(points, files, strict=True):
         if not point.out_of_memory:
             where = f"{label} at {point.size:,}, {one.title}"
             section.alarms += alarms(point.row, where, of_point)
-    _add_table(section, "Cost as work grows", tables.sweep_table(one), files)
-    words = f"{one.title}: {'; '.join(tables.limits(one))}."
-    draw = functools.partial(figures.save, figures.draw_sweeps, [one])
+    _add_table(section, "Cost as work grows", comparison_tables.sweep_table(one), files)
+    words = f"{one.title}: {'; '.join(comparison_tables.limits(one))}."
+    draw = functools.partial(comparison_charts.save, comparison_charts.draw_sweeps, [one])
     _add_picture(section, "Time, throughput and memory as the work grows", words, own, draw)
     return section
 

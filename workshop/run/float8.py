@@ -1,8 +1,9 @@
 """Linear layers in fp8: what `--precision fp8` adds to bf16's autocast.
 
 A layer multiplies three times: y = x w', dx = dy w, dw = dy' x. Each factor is divided by a scale
-that brings its largest element to the format's largest, and rounded; the product is multiplied by
-both scales. The scales are computed from the matrices as they are, on the device:
+that brings its amax, the largest absolute value, to the format's largest number, and rounded; the
+product is multiplied by both scales. The scales are computed from the matrices as they are, on the
+device:
 
     tensorwise  One scale for a matrix. x and w are rounded to e4m3 (3 stored bits of significand,
                 up to 448), dy to e5m2 (2 bits, up to 57,344), whose range is wider.
@@ -18,10 +19,11 @@ Shapes in the comments:
 """
 
 import math
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +32,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workshop.run.flops import ModelSizes, matmul_flops
+from workshop import versions
+from workshop.run.flops import matmul_flops
 
 TENSORWISE, ROWWISE = "tensorwise", "rowwise"
 TILE = 16
@@ -80,25 +83,31 @@ def formats(device: torch.device, recipe: str) -> Formats:
 def quantise(x: Tensor, dtype: torch.dtype, recipe: str) -> Scaled:
     """A matrix (rows, K) in fp8. What is not finite stays so, as NaN."""
     rows = 1 if recipe == ROWWISE else None
-    most = torch.linalg.vector_norm(x, math.inf, rows, keepdim=rows is not None)
+    amax = torch.linalg.vector_norm(x, math.inf, rows, keepdim=rows is not None)
     # The smallest keeps a matrix of zeros from infinity.
-    most, largest = most.float().clamp(min=1e-30), torch.finfo(dtype).max
+    amax, largest = amax.float().clamp(min=1e-30), torch.finfo(dtype).max
     # Nothing is clipped: a product that was rounded up is far nearer to the format's largest
     # number than to the next one, which would be NaN.
-    return Scaled((x.float() * (largest / most)).to(dtype), most / largest)
+    return Scaled((x.float() * (largest / amax)).to(dtype), amax / largest)
 
 
 def round_both_ways(
-    x: Tensor, dtype: torch.dtype, by_row: bool
+    x: Tensor, dtype: torch.dtype, by_row: bool, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A matrix and its transpose in fp8: the values and the scale of one, then of the other."""
+    """A matrix and its transpose in fp8: the values and the scale of one, then of the other.
+
+    Args:
+        amax: x's, if it is known; not used here, but by V3's kernels.
+    """
     recipe = ROWWISE if by_row else TENSORWISE
     q = quantise(x, dtype, recipe)
     turned = quantise(x.t(), dtype, recipe) if by_row else Scaled(q.values.t(), q.scale)
     return q.values, q.scale, turned.values, turned.scale
 
 
-BothWays = Callable[[Tensor, torch.dtype, bool], tuple[Tensor, Tensor, Tensor, Tensor]]
+BothWays = Callable[
+    [Tensor, torch.dtype, bool, Tensor | None], tuple[Tensor, Tensor, Tensor, Tensor]
+]
 """`round_both_ways`, or V3's kernels for it."""
 
 
@@ -124,32 +133,38 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
     return out if out.dtype == dtype else out.to(dtype)
 
 
-class _Float8Product(torch.autograd.Function):
+class Float8Product(torch.autograd.Function):
     """x w', of x (N, I) in bf16 and w (O, I) in fp32; sizes are multiples of TILE."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, recipe: str, types: Formats, both_ways: BothWays
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        recipe: str,
+        types: Formats,
+        both_ways: BothWays = round_both_ways,
+        x_amax: Tensor | None = None,
     ) -> Tensor:
         ctx.dtypes, by_row = (x.dtype, weight.dtype), recipe == ROWWISE
         values, gradients = types
         ctx.both_ways, ctx.rounding = both_ways, (gradients, by_row)
-        *qx, x_t, x_t_scale = both_ways(x, values, by_row)
-        *qw, w_t, w_t_scale = both_ways(weight, values, by_row)
+        *qx, x_t, x_t_scale = both_ways(x, values, by_row, x_amax)
+        *qw, w_t, w_t_scale = both_ways(weight, values, by_row, None)
         ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale)
         return product(Scaled(*qx), Scaled(*qw), x.dtype, fast=True)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, dy: Tensor, dy_amax: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x_t, x_t_scale, w_t, w_t_scale = ctx.saved_tensors
         dtype, weight_dtype = ctx.dtypes
-        qdy, scale, dy_t, dy_t_scale = ctx.both_ways(dy, *ctx.rounding)
+        qdy, scale, dy_t, dy_t_scale = ctx.both_ways(dy, *ctx.rounding, dy_amax)
         dx = product(Scaled(qdy, scale), Scaled(w_t, w_t_scale), dtype, fast=False)
         dweight = product(
             Scaled(dy_t, dy_t_scale), Scaled(x_t, x_t_scale), weight_dtype, fast=False
         )
-        return dx, dweight, None, None, None
+        return dx, dweight, None, None, None, None
 
 
 def float8_linear(
@@ -158,27 +173,40 @@ def float8_linear(
     recipe: str,
     types: Formats,
     both_ways: BothWays = round_both_ways,
+    x_amax: Tensor | None = None,
 ) -> Tensor:
     """x weight' by products of fp8 matrices, forward and backward.
 
     Args:
         x: (..., I). weight: (O, I); its gradient has its dtype.
         recipe: TENSORWISE or ROWWISE. types: as `formats` gives them.
-        both_ways: rounds the factors.
+        both_ways: rounds the factors. x_amax: x's, if it is known.
 
     Returns:
         (..., O), in autocast's dtype, or x's.
     """
+    rows, padded = padded_factors(x, weight)
+    y: Tensor = Float8Product.apply(rows, padded, recipe, types, both_ways, x_amax)
+    return unpadded(y, x, weight)
+
+
+def padded_factors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x (..., I) as a matrix in autocast's dtype, or its own, and the weight (O, I); zeros are
+    added to both, up to multiples of TILE."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    rows, outputs = x.reshape(-1, x.shape[-1]).to(dtype), weight.shape[0]
-    y: Tensor = _Float8Product.apply(_padded(rows), _padded(weight), recipe, types, both_ways)
-    return y[: len(rows), :outputs].reshape(*x.shape[:-1], outputs)
+    return _padded(x.reshape(-1, x.shape[-1]).to(dtype)), _padded(weight)
 
 
 def _padded(x: Tensor) -> Tensor:
     rows, columns = (-size % TILE for size in x.shape)
     return F.pad(x, (0, columns, 0, rows)) if rows or columns else x
+
+
+def unpadded(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The product of `padded_factors` as (..., O)."""
+    rows = x.numel() // x.shape[-1]
+    return y[:rows, : weight.shape[0]].reshape(*x.shape[:-1], weight.shape[0])
 
 
 # --- whole models --------------------------------------------------------------------------------
@@ -196,14 +224,23 @@ class Float8Linear(nn.Linear):
 
 def convert(model: nn.Module, recipe: str) -> None:
     """Turns the linear layers of a model's blocks into fp8 ones, in place; again it does nothing.
-    The head, whose weight is the embedding's, stays: it belongs to the loss. V3, whose operators
-    multiply, has `multiply_by` for that."""
+    The head, whose weight is the embedding's, stays: it belongs to the loss.
+
+    A class of models that does it another way has a method `to_float8(recipe)`, as the peer has, or
+    a file of that name beside its own: V3's operators, which multiply, are replaced by
+    tiny_llama_v3_float8.py.
+    """
     # Here, since the compiler does not see into what asks for the device.
     types = formats(next(model.parameters()).device, recipe)
-    multiply_by: Any = getattr(model, "multiply_by", None)
-    if multiply_by:
-        multiply_by(partial(float8_linear, recipe=recipe, types=types))
+    if hasattr(model, "to_float8"):
+        model.to_float8(recipe)  # type: ignore[operator]
         return
+    for kind in type(model).__mro__:
+        file = Path(getattr(sys.modules[kind.__module__], "__file__", None) or __file__)
+        beside = file.with_name(f"{file.stem}_float8.py")
+        if beside.is_file():
+            versions.load_file(beside).to_float8(model, recipe, types)
+            return
     tied = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     for part in model.modules():
         if isinstance(part, nn.Linear) and id(part.weight) not in tied:
@@ -228,7 +265,7 @@ class _Operations(TorchDispatchMode):
 
 
 def share_in_float8(
-    model: nn.Module, config: ModelSizes, autocast: AbstractContextManager[None]
+    model: nn.Module, config: Sizes, autocast: AbstractContextManager[None]
 ) -> float:
     """Share of the products of the blocks' linear layers, forward and backward, that runs in fp8:
     1 if all do, more where sizes are padded. It trains nothing, but runs a few tokens through the

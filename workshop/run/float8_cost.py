@@ -20,7 +20,7 @@ class Bytes:
     dy: int
 
 
-# Operation by operation, of a number of 2 bytes: 2 for the largest, 2 + 4 to fp32, 4 + 4 to scale,
+# Operation by operation, of a number of 2 bytes: 2 for the amax, 2 + 4 to fp32, 4 + 4 to scale,
 # 4 + 1 to round; 1 + 1 to copy it with the products' inner dimension inside. Of a weight 4, 4 + 4
 # and 4 + 1; bf16 reads 4 and writes 2 to round it, and reads 2 and writes 4 to have its gradient in
 # fp32, as a rowwise product's has to be too.
@@ -40,7 +40,7 @@ COMPILED = {
 
 # V3's kernels read each matrix twice, 2 + 2, and write it and its transpose, 1 + 1; of a weight
 # 4 + 4 and 1 + 1, less the 2 of the rounded copy that its AdamW writes for bf16. The x and dy of
-# gate and up are read once: the norm's and SwiGLU's kernels have found their largest elements. A
+# gate and up are read once: the norm's and SwiGLU's kernels have found the amax. A
 # rowwise gradient of a weight leaves its product in bf16: 2 + 4 more.
 KERNELS = {
     TENSORWISE: Bytes(x=6 - 2, weight=10 - 2, dy=6 - 2),

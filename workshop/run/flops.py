@@ -5,36 +5,14 @@ published count: it is under 1% of the operations (and most of the bytes).
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+
+from workshop.versions import Sizes
 
 ADAMW_BYTES_PER_PARAMETER = 28
 """fp32 AdamW reads weight, gradient and two moments, and writes weight and moments: 7 x 4 bytes."""
 
 ADAMW_STATE_BYTES_PER_PARAMETER = 16
 """Memory that must exist at once to train in fp32: weight, gradient, two moments, 4 bytes each."""
-
-
-class ModelSizes(Protocol):
-    """The fields of `TinyLlamaConfig` that the counts need."""
-
-    vocab_size: int
-    hidden_dim: int
-    intermediate_dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-
-
-@dataclass
-class Sizes:
-    """`ModelSizes` on their own, for runs known from a file."""
-
-    vocab_size: int
-    hidden_dim: int
-    intermediate_dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
 
 
 @dataclass(frozen=True)
@@ -53,7 +31,7 @@ class StepFlops:
         return self.forward + self.backward
 
 
-def parameter_count(config: ModelSizes) -> int:
+def parameter_count(config: Sizes) -> int:
     """Weights of the model; the tied embedding counts once."""
     head_dim = config.hidden_dim // config.num_heads
     kv_rows = config.num_kv_heads * head_dim
@@ -64,16 +42,14 @@ def parameter_count(config: ModelSizes) -> int:
     return layers + config.hidden_dim + config.vocab_size * config.hidden_dim
 
 
-def matmul_flops(config: ModelSizes, tokens: int) -> float:
+def matmul_flops(config: Sizes, tokens: int) -> float:
     """Operations of the projections and the head for `tokens` tokens, forward: 2 x weights x
     tokens, where the weights are the matrices (norms do no products; the embedding is the head)."""
     norms = config.hidden_dim * (2 * config.num_layers + 1)
     return 2.0 * (parameter_count(config) - norms) * tokens
 
 
-def attention_flops(
-    config: ModelSizes, batch_size: int, seq_len: int, *, causal: bool = True
-) -> float:
+def attention_flops(config: Sizes, batch_size: int, seq_len: int, *, causal: bool = True) -> float:
     """Operations of q k' and of probabilities x v in all layers, forward.
 
     Causal attention needs half of the (T, T) square; a version that materialises the scores
@@ -83,9 +59,7 @@ def attention_flops(
     return square / 2 if causal else square
 
 
-def step_flops(
-    config: ModelSizes, batch_size: int, seq_len: int, *, causal: bool = True
-) -> StepFlops:
+def step_flops(config: Sizes, batch_size: int, seq_len: int, *, causal: bool = True) -> StepFlops:
     """Operations of one training step on (batch_size, seq_len) tokens."""
     products = matmul_flops(config, batch_size * seq_len)
     return StepFlops(products + attention_flops(config, batch_size, seq_len, causal=causal))

@@ -40,18 +40,23 @@ import tensor_ops  # noqa: E402
 import torch  # noqa: E402
 from tensor_ops import COPY, DEFAULT_DIM, KINDS, MATRIX, MODEL_OPS, OPS, PREDEFINED, Amounts, Case  # noqa: E402
 
-from workshop import errors, records, results  # noqa: E402
+from workshop import (  # noqa: E402
+    errors,
+    records,
+    results,
+    tables,
+)
 from workshop.arguments import count, parse  # noqa: E402
-from workshop.compare import tables  # noqa: E402
-from workshop.compare.tables import Line, Table  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
+from workshop.judge import lab_record  # noqa: E402
 from workshop.labs import LabRow, LabRun  # noqa: E402
 from workshop.results import FAIL, PASS, SKIPPED, Parity  # noqa: E402
 from workshop.roofline import ceilings, model  # noqa: E402
 from workshop.roofline.model import COMPUTE, DATA_SHEET, MEMORY, Point, Roofline  # noqa: E402
-from workshop.run import hardware, lab_record, timing  # noqa: E402
+from workshop.run import hardware, timing  # noqa: E402
 from workshop.run.precision import Precision, get_precision, kept_matmul_mode  # noqa: E402
 from workshop.run.timing import StepClock  # noqa: E402
+from workshop.tables import Line, Table  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent
 DEFAULT_FOLDER = results.DEFAULT_FOLDER / "inference_benchmark" / "ops"

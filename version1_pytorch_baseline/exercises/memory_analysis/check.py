@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from workshop.exercises.frame import Item, Missing, Work, setting, sizes
+from workshop.exercises.frame import Item, Missing, Work, setting
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
-from workshop.results import RunResult
+from workshop.results import RunResult, model_sizes
 from workshop.run import flops
 
 RUN = (
@@ -42,7 +42,7 @@ def square_mb(run: RunResult) -> float:
 
 
 def weights(run: RunResult) -> int:
-    return flops.parameter_count(sizes(run))
+    return flops.parameter_count(model_sizes(run.config))
 
 
 QUESTIONS: tuple[Question[Measured], ...] = (

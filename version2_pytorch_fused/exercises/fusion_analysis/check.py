@@ -1,7 +1,8 @@
 """The worth of each fusion of V2, from the participant's own runs and profiles: the predictions
 are set beside what was measured, the findings must agree with the files."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from functools import partial
 
 from workshop.compare.rows import variant
@@ -53,7 +54,7 @@ def _variant(fusion: str | None) -> str:
 FLAGS = {f"--{_variant(name)}": name for name in FUSIONS}
 
 
-# --- the participant's runs ----------------------------------------------------------------------
+# --- the participant's runs and profiles ---------------------------------------------------------
 
 
 def _runs(work: Work, fusion: str | None = None) -> list[RunResult]:
@@ -66,10 +67,10 @@ def _runs(work: Work, fusion: str | None = None) -> list[RunResult]:
     if not runs:
         raise WorkshopError("no result of V2: run the sheet's loop")
     newest = next((run for run in runs if f"--{variant(run)}" in FLAGS), runs[0])
-    wanted = _variant(fusion)
-    alike = [r for r in runs if variant(r) == wanted and _size(r) == _size(newest)]
+    wanted = (_variant(fusion), *_size(newest))
+    alike = [run for run in runs if (variant(run), *_size(run)) == wanted]
     if not alike:
-        how = f"with --{wanted}" if fusion else "as it is"
+        how = f"with --{wanted[0]}" if fusion else "as it is"
         size = f"{newest.config_name}, {newest.precision}"
         raise WorkshopError(f"no result of V2 {how} at {size}: run the sheet's loop")
     return alike[:ROUNDS]
@@ -80,73 +81,75 @@ def _size(run: RunResult) -> tuple[object, ...]:
     return run.config_name, run.batch_size, run.seq_len, setting(run)
 
 
-def _ratio(slower: Sequence[RunResult], faster: Sequence[RunResult]) -> timing.Ratio:
+def _ratio(work: Work, fusion: str, other: str | None = None) -> timing.Ratio:
+    """Time of a step without a fusion over one of V2 whole, or without another."""
+    slower, faster = _runs(work, fusion), _runs(work, other)
     return timing.speedup([run.step_ms for run in slower], [run.step_ms for run in faster])
 
 
-def _peak_mb(runs: Sequence[RunResult]) -> float:
-    return max(float(run.memory_mb["peak"]) for run in runs)
-
-
 def _memory_more_mb(work: Work, fusion: str) -> float:
-    return _peak_mb(_runs(work, fusion)) - _peak_mb(_runs(work))
+    peaks = [[float(run.memory_mb["peak"]) for run in _runs(work, f)] for f in (fusion, None)]
+    return max(peaks[0]) - max(peaks[1])
 
 
-# --- predictions ---------------------------------------------------------------------------------
+def _calls(work: Work, fusion: str | None, operator: str) -> float:
+    """Calls of an operator in a step, in the profile of V2 whole or without one fusion.
+
+    Raises:
+        WorkshopError: there is no such profile, or it is of something else.
+    """
+    name = _variant(fusion) or "v2"
+    folder = work.results / "profiles" / PROFILES / name
+    profile = work.profile(PROFILES, name)
+    record = profile[1] if profile else None
+    if record is None:
+        raise WorkshopError(f"no profile in {folder}: make it as the sheet says")
+    if record.version != "v2" or variant(record) != _variant(fusion):
+        found = f"{record.version} {variant(record)}".strip()
+        raise WorkshopError(f"{folder} is a profile of {found}: make it again as the sheet says")
+    path = folder / "operators.csv"
+    table = CsvTable(path, Problems(path))
+    column, count = table.index("operator"), table.index("count")
+    calls = sum(int(row[count]) for _, row in table.rows() if row[column] == operator)
+    return calls / int(record.options["num_steps"] or 1)
 
 
 def _predicted_time(fusion: str, work: Work) -> Iterator[Item]:
     predicted = work.answers.number(f"predict.{fusion}")
-    ratio = _ratio(_runs(work, fusion), _runs(work))
-    what = f"--{_variant(fusion)}: a longer step"
-    measured = 100 * (ratio.value - 1)
-    if ratio.interval is None:
-        note = f"predicted {predicted:.3g}%, measured: {measured:+.1f}% in one process"
-        yield Item(True, what, f"{note}: run the sheet's loop to its end for an interval")
-        return
-    if ratio.significant:
+    ratio = _ratio(work, fusion)
+    what, measured = f"--{_variant(fusion)}: a longer step", 100 * (ratio.value - 1)
+    if ratio.interval is not None and ratio.significant:
         yield prediction(what, predicted, measured, "%", within=0.5, why=WHY[fusion])
         return
-    low, high = (100 * (bound - 1) for bound in ratio.interval)
-    note = f"predicted {predicted:.3g}%, measured: no clear difference [{low:+.1f}%, {high:+.1f}%]"
-    off = "" if low <= predicted <= high else f"\n{WHY[fusion]}"
-    yield Item(True, what, note + off)
+    note = f"predicted {predicted:.3g}%, measured: "
+    if ratio.interval is None:
+        note += f"{measured:+.1f}% in one process: run the sheet's loop to its end for an interval"
+    else:
+        low, high = (100 * (bound - 1) for bound in ratio.interval)
+        note += f"no clear difference [{low:+.1f}%, {high:+.1f}%]"
+        note += "" if low <= predicted <= high else f"\n{WHY[fusion]}"
+    yield Item(True, what, note)
 
 
-# --- bytes, counted ------------------------------------------------------------------------------
+# --- right answers -------------------------------------------------------------------------------
 
 
-def _numbers_mb(run: RunResult, numbers: float) -> float:
+def _tensor_mb(work: Work, *sizes: str) -> float:
+    """Memory of a tensor with a number for each token and each of the run's further sizes."""
+    run = _runs(work)[0]
+    further = [run.seq_len if name == "seq_len" else int(run.config[name]) for name in sizes]
+    numbers = run.batch_size * run.seq_len * math.prod(further)
     return numbers * (2 if run.precision in ("bf16", "fp16") else 4) / 1e6
 
 
 def _scores_mb(work: Work) -> float:
     """Memory of a layer's scores (B, H, T, T)."""
-    run = _runs(work)[0]
-    return _numbers_mb(run, run.batch_size * int(run.config["num_heads"]) * run.seq_len**2)
-
-
-def _stream_mb(work: Work) -> float:
-    """Memory of a tensor (B, T, C)."""
-    run = _runs(work)[0]
-    return _numbers_mb(run, run.batch_size * run.seq_len * int(run.config["hidden_dim"]))
-
-
-def _layers(work: Work) -> int:
-    return int(_runs(work)[0].config["num_layers"])
-
-
-# --- findings ------------------------------------------------------------------------------------
-
-
-def _ratios(work: Work) -> dict[str, timing.Ratio]:
-    """Time of a step without a fusion over one of V2 whole, by flag."""
-    return {flag: _ratio(_runs(work, fusion), _runs(work)) for flag, fusion in FLAGS.items()}
+    return _tensor_mb(work, "num_heads", "seq_len")
 
 
 def _clearly_slower(work: Work) -> dict[str, float]:
-    ratios = _ratios(work).items()
-    return {flag: ratio.value for flag, ratio in ratios if ratio.significant and ratio.value > 1}
+    ratios = {flag: _ratio(work, fusion) for flag, fusion in FLAGS.items()}
+    return {flag: r.value for flag, r in ratios.items() if r.significant and r.value > 1}
 
 
 def _costliest(work: Work) -> list[str]:
@@ -155,14 +158,12 @@ def _costliest(work: Work) -> list[str]:
     if not clear:
         return [NONE]
     most = max(clear, key=clear.__getitem__)
-    longest = _runs(work, FLAGS[most])
-    tied = (flag for flag in clear if not _ratio(longest, _runs(work, FLAGS[flag])).significant)
-    return [most, *tied]
+    return [most, *(f for f in clear if not _ratio(work, FLAGS[most], FLAGS[f]).significant)]
 
 
 def _percents(work: Work) -> str:
-    ratios = _ratios(work).items()
-    return ", ".join(f"{flag} {round(100 * (ratio.value - 1)):+d}%" for flag, ratio in ratios)
+    values = {flag: _ratio(work, fusion).value for flag, fusion in FLAGS.items()}
+    return ", ".join(f"{flag} {round(100 * (value - 1)):+d}%" for flag, value in values.items())
 
 
 def _more_mb(work: Work) -> dict[str, float]:
@@ -176,6 +177,10 @@ def _squares(work: Work) -> list[float]:
 
 def _squares_shown(work: Work) -> str:
     return "aten::pow: {:g} calls a step in V2, {:g} with --no-fuse-norm".format(*_squares(work))
+
+
+def _layers(work: Work) -> int:
+    return int(_runs(work)[0].config["num_layers"])
 
 
 QUESTIONS: tuple[Question[Work], ...] = (
@@ -199,13 +204,13 @@ QUESTIONS: tuple[Question[Work], ...] = (
     ),
     Found(
         "bytes.norm_mb", "what fused norms do not move", "MB",
-        lambda work: FEWER_PASSES * (2 * _layers(work) + 1) * _stream_mb(work),
+        lambda work: FEWER_PASSES * (2 * _layers(work) + 1) * _tensor_mb(work, "hidden_dim"),
         f"{FEWER_PASSES} passes over B x T x C numbers, in all norms: two a layer and one at the "
         "end", within=WITHIN,
     ),
     Found(
         "bytes.qkv_mb", "what one product for q, k, v does not read", "MB",
-        lambda work: 2 * _layers(work) * _stream_mb(work),
+        lambda work: 2 * _layers(work) * _tensor_mb(work, "hidden_dim"),
         "each layer reads x, B x T x C numbers, once instead of three times", within=WITHIN,
     ),
     Found(
@@ -238,28 +243,3 @@ QUESTIONS: tuple[Question[Work], ...] = (
         _squares_shown, _squares_shown,
     ),
 )  # fmt: skip
-
-
-# --- the participant's profiles ------------------------------------------------------------------
-
-
-def _calls(work: Work, fusion: str | None, operator: str) -> float:
-    """Calls of an operator in a step, in the profile of V2 whole or without one fusion.
-
-    Raises:
-        WorkshopError: there is no such profile, or it is of something else.
-    """
-    name = _variant(fusion) or "v2"
-    folder = work.results / "profiles" / PROFILES / name
-    profile = work.profile(PROFILES, name)
-    record = profile[1] if profile else None
-    if record is None:
-        raise WorkshopError(f"no profile in {folder}: make it as the sheet says")
-    if record.version != "v2" or variant(record) != _variant(fusion):
-        found = f"{record.version} {variant(record)}".strip()
-        raise WorkshopError(f"{folder} is a profile of {found}: make it again as the sheet says")
-    path = folder / "operators.csv"
-    table = CsvTable(path, Problems(path))
-    column, count = table.index("operator"), table.index("count")
-    calls = sum(int(row[count]) for _, row in table.rows() if row[column] == operator)
-    return calls / int(record.options["num_steps"] or 1)

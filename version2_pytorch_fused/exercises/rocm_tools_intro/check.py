@@ -1,6 +1,7 @@
 """rocprofv3's commands and tables: each answer against what the script prints on this machine, or
 against the tables in made_up_run/, read by workshop.profilers."""
 
+import csv
 import shlex
 import subprocess
 from collections.abc import Callable, Iterator
@@ -12,94 +13,56 @@ from workshop.exercises.frame import Item, Work
 from workshop.exercises.predict import Chosen, Found, NotCompared, Predicted, Question, Written, ask
 from workshop.profilers import rocprofv3
 from workshop.profilers.categories import CATEGORIES
-from workshop.profilers.reading import CsvTable, Problems
 from workshop.profilers.table import Kernel, KernelTable
 from workshop.run import chips
 from workshop.versions import VERSIONS
 
-FOLDER = Path(__file__).parent
-TABLES = FOLDER / "made_up_run"
+TABLES = Path(__file__).parent / "made_up_run"
 SCRIPT = VERSIONS["v2"].path.parent / "run_rocprofv3.sh"
 SCRIPTS = ("run_rocprofv3.sh", "run_rocprof_sys.sh", "run_rocprof_compute.sh")
 FOR_THE_HOST = "run_rocprof_sys.sh"
 CSV_FLAGS = ("--output-format csv", "--output-format=csv", "-f csv")
-TRACES = ("--kernel-trace", "--hip-trace", "--runtime-trace", "--sys-trace", "-r", "-s")
+COMMANDS = {
+    "A": "--stats sums up a trace, and no trace is requested: rocprofv3 refuses it",
+    "B": "formats are separated by spaces; rocprofv3 refuses the comma",
+    "C": "nothing separates rocprofv3's options from the program: it stops at `python`",
+    "D": "it runs, and leaves a database: that is the default since ROCm 7.0, and --stats has no "
+    "effect on it",
+    "E": "",
+}
+"""Why each command of commands.txt leaves no kernel_stats.csv with ROCm 7; "" if it does."""
 
 
 def check(work: Work) -> Iterator[Item]:
     return ask(work, lambda _: _table(), QUESTIONS)
 
 
-# --- the commands --------------------------------------------------------------------------------
-
-
 @cache
-def _printed_commands() -> list[list[str]]:
-    """The commands that the script would run here, in words.
+def _counters() -> list[list[str]]:
+    """The counters' names in the script's commands, a list for each run with --pmc.
 
     Raises:
-        WorkshopError: it can't be run.
+        WorkshopError: the script can't be run.
     """
+    command = ["bash", str(SCRIPT), "--dry-run"]
     try:
-        answer = subprocess.run(
-            ["bash", str(SCRIPT), "--dry-run"],
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=True,
-        )
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise WorkshopError(f"{SCRIPT.name} --dry-run can't be run here: {error}") from None
-    lines = [line for line in answer.stdout.splitlines() if not line.startswith("#")]
-    return [words for words in map(shlex.split, lines) if words and words[0] == "rocprofv3"]
-
-
-def _counters() -> list[list[str]]:
-    """The names after --pmc, a list for each run under counters."""
-    return [_values(words, "--pmc") for words in _printed_commands() if "--pmc" in words]
+    found = []
+    for line in printed.stdout.splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["rocprofv3"] and "--pmc" in words:
+            rest = words[words.index("--pmc") + 1 :]
+            ends = [index for index, word in enumerate(rest) if word.startswith("-")]
+            found.append(rest[: ends[0]] if ends else rest)
+    return found
 
 
 def _chosen() -> list[list[str]]:
     if not _counters():
         raise NotCompared("the script has chosen no counters for this machine's GPU: not compared")
     return _counters()
-
-
-def _values(words: list[str], *options: str) -> list[str]:
-    """The words after an option, up to the next one; none without it."""
-    start = next((index for index, word in enumerate(words) if word in options), None)
-    if start is None:
-        return []
-    rest = words[start + 1 :]
-    end = next((index for index, word in enumerate(rest) if word.startswith("-")), len(rest))
-    return rest[:end]
-
-
-def _commands() -> dict[str, str]:
-    """The letters in commands.txt, each with why its command leaves no kernel_stats.csv."""
-    lines = (FOLDER / "commands.txt").read_text(encoding="utf-8").splitlines()
-    return {letter: _fault(words) for letter, *words in map(shlex.split, lines)}
-
-
-def _fault(words: list[str]) -> str:
-    """Why a command leaves no kernel_stats.csv with ROCm 7; "" if it does leave one."""
-    if "--" not in words:
-        return "nothing separates rocprofv3's options from the program: it stops at `python`"
-    options = words[: words.index("--")]
-    formats = _values(options, "--output-format", "-f")
-    if any("," in one for one in formats):
-        return "formats are separated by spaces; rocprofv3 refuses the comma"
-    if not any(trace in options for trace in TRACES):
-        return "--stats sums up a trace, and no trace is requested: rocprofv3 refuses it"
-    if "csv" not in formats:
-        return (
-            "it runs, and leaves a database: that is the default since ROCm 7.0, and --stats has "
-            "no effect on it"
-        )
-    return ""
-
-
-# --- the tables ----------------------------------------------------------------------------------
 
 
 @cache
@@ -113,12 +76,20 @@ def _steps() -> int:
     return steps
 
 
+def _rows(table: str) -> list[dict[str, str]]:
+    with next(TABLES.rglob(f"*_{table}.csv")).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def _calls_of_the_whole_run(kernel: Kernel) -> int:
     """As rocprofv3 sums them up, the warm-up included."""
-    path = next(TABLES.rglob("*_kernel_stats.csv"))
-    table = CsvTable(path, Problems(path))
-    name, calls = table.index("Name"), table.index("Calls")
-    return next(int(row[calls]) for _, row in table.rows() if row[name] == kernel.name)
+    return next(int(row["Calls"]) for row in _rows("kernel_stats") if row["Name"] == kernel.name)
+
+
+def _spilling(table: KernelTable) -> Kernel:
+    rows = _rows("kernel_trace")
+    spilling = {row["Kernel_Name"] for row in rows if float(row["Scratch_Size"]) > 0}
+    return next(kernel for kernel in table.kernels if kernel.name in spilling)
 
 
 def _idle_percent(table: KernelTable) -> float:
@@ -146,14 +117,6 @@ def _of_the_data_sheet(table: KernelTable) -> str:
     return f"{gbs:,.0f} GB/s, {share:.0%} of the {most:,.0f} of the data sheet, if they were real"
 
 
-def _spilling(table: KernelTable) -> Kernel:
-    path = next(TABLES.rglob("*_kernel_trace.csv"))
-    trace = CsvTable(path, Problems(path))
-    name, scratch = trace.index("Kernel_Name"), trace.index("Scratch_Size")
-    spilling = {row[name] for _, row in trace.rows() if float(row[scratch]) > 0}
-    return next(kernel for kernel in table.kernels if kernel.name in spilling)
-
-
 def _named(key: str, what: str, right: Callable[[KernelTable], Kernel]) -> Written[KernelTable]:
     """Question for a kernel, by a part of its name that no other kernel has."""
 
@@ -166,8 +129,6 @@ def _named(key: str, what: str, right: Callable[[KernelTable], Kernel]) -> Writt
 
     return Written(key, what, fault)
 
-
-# --- the questions -------------------------------------------------------------------------------
 
 QUESTIONS: tuple[Question[KernelTable], ...] = (
     Predicted(
@@ -195,8 +156,8 @@ QUESTIONS: tuple[Question[KernelTable], ...] = (
         "--pmc command, whose folder is counters/read",
     ),
     Chosen(
-        "command", "the command that leaves kernel_stats.csv", _commands(),
-        lambda _: [letter for letter, fault in _commands().items() if not fault],
+        "command", "the command that leaves kernel_stats.csv", COMMANDS,
+        lambda _: [letter for letter, fault in COMMANDS.items() if not fault],
     ),
     Chosen(
         "script_for_the_host", "the script for the host's threads", SCRIPTS,

@@ -10,7 +10,6 @@ import dataclasses
 import math
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ from workshop.arguments import parse  # noqa: E402
 from workshop.cli import leave_if_missing  # noqa: E402
 from workshop.gate import canonical, parity  # noqa: E402
 from workshop.run import data, hardware, interpreter, presets, timing  # noqa: E402
-from workshop.run.precision import Precision, get_precision  # noqa: E402
+from workshop.run.precision import get_precision  # noqa: E402
 from workshop.run.trainer import Runner, Schedule  # noqa: E402
 
 leave_if_missing("v3")
@@ -93,14 +92,6 @@ def main(stage: str, build: Build, *, timed_steps: TimedSteps | None = None) -> 
         build: its model.
         timed_steps: its clock; the workshop's own if there is none.
     """
-    arguments = parse(_parser(stage))
-    return errors.exit_status(
-        lambda: _main(Path(stage).stem, build, timed_steps or clocked_steps, arguments),
-        interrupted="interrupted: nothing saved",
-    )
-
-
-def _parser(stage: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=Path(stage).name,
         description="Trains one stage and saves what was measured.",
@@ -114,15 +105,18 @@ def _parser(stage: str) -> argparse.ArgumentParser:
         "weights",
     )
     add_flags(parser)
-    return parser
+    arguments = parse(parser)
+    return errors.exit_status(
+        lambda: _main(Path(stage).stem, build, timed_steps or clocked_steps, arguments),
+        interrupted="interrupted: nothing saved",
+    )
 
 
 def _main(stage: str, build: Build, timed_steps: TimedSteps, arguments: argparse.Namespace) -> int:
     device = hardware.get_device(arguments.device)
     version = versions.get_version("v3")
     interpreter.check_device(version, device)
-    interpreted = interpreter.serves(version, device)
-    size = INTERPRETED_SIZE if interpreted else GPU_SIZE
+    size = INTERPRETED_SIZE if interpreter.serves(version, device) else GPU_SIZE
     print(f"{stage}: {size.batch_size} x {size.seq_len} tokens, {hardware.device_name(device)}")
     if arguments.gate:
         return _gate(build, size, device)
@@ -143,9 +137,7 @@ def _gate(build: Build, size: Size, device: torch.device) -> int:
         seq_len=size.seq_len,
         configure_optimizer=v3.configure_optimizer,
     )
-    print(f"gate: {report.summary()}")
-    for failure in report.failures:
-        print(f"  {failure}")
+    print(f"gate: {report.summary()}", *report.failures, sep="\n  ")
     return errors.DONE if report.passed else errors.ANSWER_IS_NO
 
 
@@ -155,77 +147,52 @@ def _gate(build: Build, size: Size, device: torch.device) -> int:
 def measure(
     stage: str, build: Build, size: Size, device: torch.device, *, timed_steps: TimedSteps
 ) -> StageResult:
-    """Trains a stage, from the weights that it draws itself, and says what was seen."""
+    """Trains a stage, from the weights that it draws itself, and says what was seen. On a GPU the
+    step is replayed from a graph, as V3's is by default: what small kernels take would else be lost
+    in what launching them takes."""
     precision = get_precision("fp32", device)  # two right versions agree to six digits
     precision.set_matmul_mode()
-    config = v3.TinyLlamaConfig(**size.model)
+    config, schedule = v3.TinyLlamaConfig(**size.model), size.schedule
+    captures = device.type == "cuda"
     batches = data.text_batches(
         data.read_corpus(size.text),
-        steps=size.schedule.batches,
+        steps=schedule.batches,
         batch_size=size.batch_size,
         seq_len=size.seq_len,
         vocab_size=config.vocab_size,
         seed=SEED,
     )
-    run = _new_run(stage, size, config, device, precision)
-    tokens = batches[0, 0].to(device)
-    logits_error = _logits_error(build(config).to(device), tokens)
-
-    torch.manual_seed(SEED)
-    model = build(config).to(device)
-    optimizer = v3.configure_optimizer(model, LEARNING_RATE)
-    runner = Runner(model, optimizer, batches, precision, cuda_graph=_captures(device))
-    print("warming up ...", flush=True)
-    with counted_launches() as (launches, programs):
-        runner.warm_up(1)
-    if size.schedule.warmup > 1:
-        runner.warm_up(size.schedule.warmup - 1)
-    print(f"training {size.schedule.timed} steps ...", flush=True)
-    loop_ms = _train(runner, size.schedule, run, timed_steps)
-    run.gradients = canonical.count_gradients(model)
-    return StageResult(stage, loop_ms, logits_error, dict(launches), dict(programs), run)
-
-
-def _captures(device: torch.device) -> bool:
-    """Whether the step is replayed from a graph, as V3's is by default: what small kernels take
-    would else be lost in what launching them takes."""
-    return device.type == "cuda"
-
-
-def _new_run(
-    stage: str, size: Size, config: Any, device: torch.device, precision: Precision
-) -> results.RunResult:
-    """The record of a run that has not measured yet."""
-    version = versions.get_version("v3")
-    return results.RunResult(
-        version=version.key,
+    run = results.RunResult(
+        version="v3",
         session=results.new_session(),
         config_name=size.name,
         config=dataclasses.asdict(config),
         batch_size=size.batch_size,
         seq_len=size.seq_len,
         precision=precision.name,
-        warmup_steps=size.schedule.warmup,
+        warmup_steps=schedule.warmup,
         device=hardware.describe(device),
         software=results.describe_software(),
         git_commit=results.git_commit(),
         created=results.now(),
         options={
             "stage": stage,
-            "interpreted": interpreter.serves(version, device),
-            "cuda_graph": _captures(device),
+            "interpreted": interpreter.serves(versions.get_version("v3"), device),
+            "cuda_graph": captures,
             "learning_rate": LEARNING_RATE,
             "seed": SEED,
         },
-        command=["python", *(Path(word).name for word in sys.argv[:1]), *sys.argv[1:]],
+        command=results.own_command(),
     )
-
-
-def _train(
-    runner: Runner, schedule: Schedule, run: results.RunResult, timed_steps: TimedSteps
-) -> float:
-    """Trains the timed steps, then those whose parts are timed, and fills the record; how long
-    the timed ones really took, in ms."""
+    logits_error = _logits_error(build(config).to(device), batches[0, 0].to(device))
+    torch.manual_seed(SEED)
+    model = build(config).to(device)
+    optimizer = v3.configure_optimizer(model, LEARNING_RATE)
+    runner = Runner(model, optimizer, batches, precision, cuda_graph=captures)
+    with counted_launches() as grids:
+        runner.warm_up(1)
+    if schedule.warmup > 1:
+        runner.warm_up(schedule.warmup - 1)
     runner.wait()
     done, start = runner.done, time.perf_counter()
     run.step_ms = timed_steps(runner, schedule.timed)
@@ -236,7 +203,8 @@ def _train(
     run.memory_mb = runner.memory_mb()
     if schedule.phases:
         run.forward_ms, run.backward_ms, run.optimizer_ms = runner.phases(schedule.phases)
-    return loop_ms
+    run.gradients = canonical.count_gradients(model)
+    return StageResult(stage, loop_ms, logits_error, len(grids), sum(grids), run)
 
 
 def clocked_steps(runner: Runner, steps: int) -> list[float]:
@@ -250,32 +218,32 @@ def clocked_steps(runner: Runner, steps: int) -> list[float]:
     return clock.durations_ms()
 
 
-def _logits_error(model: nn.Module, tokens: Tensor) -> float:
-    """How far a stage's logits are from V1's, from the same weights: relative RMS."""
+def _logits_error(model: nn.Module, tokens: Tensor) -> float | None:
+    """How far a stage's logits are from V1's, from the same weights: relative RMS; None where they
+    are no numbers."""
     state = canonical.canonical_state(model.config, SEED)
     baseline = canonical.build_baseline(model.config).to(tokens.device)
     for one in (model, baseline):
         canonical.load_canonical(one, state)
     with torch.no_grad():
         yours, true = (one(tokens).double() for one in (model, baseline))
-    return float((yours - true).norm() / true.norm())
+    error = float((yours - true).norm() / true.norm())
+    return error if math.isfinite(error) else None
 
 
 @contextlib.contextmanager
-def counted_launches() -> Iterator[tuple[Counter[str], Counter[str]]]:
-    """Counts the launches of Triton's kernels by name, and the programs that they start; not those
-    of a capture, which starts nothing."""
+def counted_launches() -> Iterator[list[int]]:
+    """Gives a list that gets the programs of each launch of a Triton kernel; of those of a capture,
+    which starts nothing, it gets none."""
     from triton.runtime.jit import KernelInterface
 
-    launches: Counter[str] = Counter()
-    programs: Counter[str] = Counter()
+    grids: list[int] = []
     launcher = KernelInterface.__getitem__
 
     def get_item(kernel: Any, grid: Any) -> Any:
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            launches[kernel.__name__] += 1
-            programs[kernel.__name__] += math.prod(grid)
+            grids.append(math.prod(grid))
         return launcher(kernel, grid)
 
     with mock.patch.object(KernelInterface, "__getitem__", get_item):
-        yield launches, programs
+        yield grids

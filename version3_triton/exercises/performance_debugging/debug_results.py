@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workshop import results
-from workshop.errors import WorkshopError
-from workshop.results import RunResult
+from workshop.results import Positive, RunResult
 from workshop.run import timing
 
 FOLDER = results.DEFAULT_FOLDER / "performance_debugging"
-SCHEMA_VERSION = 2
 HEALTHY = "stage6"
 
 METRICS = {
@@ -35,7 +33,7 @@ COUNTS = ("tensors_with_grad", "launches", "programs")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of a stage and of all: where they run, and where their results go."""
+    """Flags of a stage and of all: where they run, and where their results go."""
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -56,12 +54,12 @@ class StageResult:
 
     stage: str
     """The name of its file, without .py."""
-    loop_ms: float
+    loop_ms: Positive
     """Time of all timed steps, from the first launch until the device had finished."""
     logits_error: float | None
-    launches: dict[str, int]
-    """Launches in a step, by kernel; Triton's alone."""
-    programs: dict[str, int]
+    launches: int
+    """Launches of Triton's kernels in a step, and the programs that they start."""
+    programs: int
     run: RunResult
 
     @property
@@ -79,76 +77,54 @@ class StageResult:
             f"{c['num_layers']} layers, {run.precision}, {run.device['name']}{how}"
         )
 
-    def metrics(self) -> dict[str, float | None]:
-        """Those of METRICS, and the launches; None where this machine can't give one."""
+    def metrics(self) -> dict[str, float]:
+        """Those of METRICS, and the launches; NaN where this machine can't give one."""
         run = self.run
         names = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
-        times = {} if run.interpreted else {name: getattr(run, name) for name in names}
-        medians = {name: timing.median(times[name]) if times.get(name) else None for name in names}
-        step_ms = medians["step_ms"]
-        return {
+        times = {name: [] if run.interpreted else getattr(run, name) for name in names}
+        medians = {name: timing.median(ms) if ms else math.nan for name, ms in times.items()}
+        found = {
             "loss_first": run.losses[0],
             "loss_last": run.losses[-1],
             "tensors_with_grad": run.gradients.tensors_with_grad if run.gradients else None,
             "logits_error": self.logits_error,
             "peak_mb": float(run.memory_mb["peak"]),
             "optimizer_state_mb": float(run.memory_mb["optimizer_state"]),
-            "launches": sum(self.launches.values()),
-            "programs": sum(self.programs.values()),
+            "launches": self.launches,
+            "programs": self.programs,
             "timed_share": sum(run.step_ms) / self.loop_ms,
-            "samples_per_s": run.batch_size / step_ms * 1e3 if step_ms else None,
+            "samples_per_s": run.batch_size / medians["step_ms"] * 1e3,
             **medians,
         }
+        return {name: math.nan if value is None else value for name, value in found.items()}
 
-
-def shown(metric: str, value: float | None) -> str:
-    """A metric as the tables have it, a dash for one that there is none of."""
-    if value is None:
-        return "-"
-    if metric in COUNTS:
-        return f"{value:,.0f}"
-    if metric.startswith("loss_"):
-        return f"{value:.4f}"
-    if value < 0.01:
-        return f"{value:.1e}"
-    return f"{value:,.2f}" if value < 1000 else f"{value:,.0f}"
+    def text(self, metric: str) -> str:
+        """A metric as the tables have it, a dash for one that there is none of."""
+        value = self.metrics()[metric]
+        if math.isnan(value):
+            return "-"
+        if metric in COUNTS:
+            return f"{value:,.0f}"
+        if metric.startswith("loss_"):
+            return f"{value:.4f}"
+        if value < 0.01:
+            return f"{value:.1e}"
+        return f"{value:,.2f}" if value < 1000 else f"{value:,.0f}"
 
 
 def save(result: StageResult, folder: Path) -> Path:
     """Writes `folder/STAGE.json` and returns its path."""
-    if result.logits_error is not None and not math.isfinite(result.logits_error):
-        result = dataclasses.replace(result, logits_error=None)
     path = folder / f"{result.stage}.json"
-    results.write_json(path, {"schema_version": SCHEMA_VERSION} | dataclasses.asdict(result))
+    results.write_json(path, dataclasses.asdict(result))
     return path
-
-
-def load(path: Path) -> StageResult:
-    """Reads one stage's file.
-
-    Raises:
-        WorkshopError: it is not as a stage writes it; the message names file and field.
-    """
-    content = results.read_json(path)
-    version = content.pop("schema_version", None)
-    if version != SCHEMA_VERSION:
-        raise WorkshopError(
-            f"{path}: schema_version is {version!r}, this workshop reads {SCHEMA_VERSION}; run "
-            "the stage again"
-        )
-    result = results.convert(StageResult, content, str(path))
-    for wrong in result.run.wrong():
-        raise WorkshopError(f"{path}: field run.{wrong}")
-    if not result.loop_ms > 0:
-        raise WorkshopError(f"{path}: field loop_ms should be positive, found {result.loop_ms}")
-    return result
 
 
 def load_all(folder: Path) -> dict[str, StageResult]:
     """The stages that have been run, by key and in order.
 
     Raises:
-        WorkshopError: a file is broken.
+        WorkshopError: a file is broken; the message names it and the field.
     """
-    found = [load(path) for path in sorted(folder.glob("stage*.json"))]
+    paths = sorted(folder.glob("stage*.json"))
+    found = [results.convert(StageResult, results.read_json(path), str(path)) for path in paths]
     return {result.key: result for result in found}

@@ -3,13 +3,14 @@
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from version4_pytorch_sdpa.exercises.production_deployment import deployment
+from version4_pytorch_sdpa.exercises.production_deployment import deploy
 from workshop import errors, versions
 from workshop.errors import WorkshopError
 from workshop.exercises.compare import first_difference
@@ -44,11 +45,12 @@ STATUSES = {
 
 
 def check(work: Work) -> Iterator[Item]:
+    releases = (partial(_status, *one) for one in RELEASES)
     code = (_weights, _export, _latency, _verdict)
-    return ask(work, _table, (*code, *PREDICTIONS, _service, _throughput, _statuses))
+    return ask(work, _table, (*code, *PREDICTIONS, _service, _throughput, *releases))
 
 
-# --- the weights ---------------------------------------------------------------------------------
+# --- the weights and the exported program --------------------------------------------------------
 
 
 def _trained(kind: type[nn.Module]) -> Any:
@@ -69,51 +71,43 @@ def _tokens(batch: int, length: int) -> Tensor:
     return torch.randint(SIZES["vocab_size"], (batch, length))
 
 
-@torch.no_grad()
-def _weights(work: Work) -> Iterator[Item]:
-    with torch.enable_grad():
-        model = _trained(versions.load("v4").TinyLlama)
-    mine = work.module
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "weights.pt")
-        mine.save_weights(model, path)
-        item = _opens_safely(path)
-        yield item
-        if not item.ok:
-            return
-        yield _holds_each_weight_once(path, model)
-        loaded = mine.load_model(path)
-    yield from _is_whole(loaded, model)
-    tokens = _tokens(*ODD)
-    what = f"load_model: the trained model's logits at B, T = {ODD}"
-    yield first_difference(loaded(tokens), model(tokens), what=what, limit=EXACT)
-
-
-def _opens_safely(path: Path) -> Item:
-    what = "save_weights: the file is data, and no code"
-    if not path.is_file():
-        return Item(False, what, "there is no file at the path that it was given")
-    try:
-        content = torch.load(path, weights_only=True)
-    except Exception as error:
-        why = f"torch.load(weights_only=True) refuses it: save no objects\n{_reason(error)}"
-        return Item(False, what, why)
-    if not isinstance(content, dict) or set(content) != {"config", "weights"}:
-        return Item(False, what, 'it should be a dict of "config" and "weights"')
-    return Item(True, what)
-
-
 def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _holds_each_weight_once(path: Path, model: nn.Module) -> Item:
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    size = path.stat().st_size
-    what = f"save_weights: {size:,} bytes for {weights:,} of weights"
-    if size <= weights + _BESIDES:
-        return Item(True, what)
-    return Item(False, what, "what else is in it? Copies of the tied weight, or Adam's moments?")
+def _weights(work: Work) -> Iterator[Item]:
+    model, mine = _trained(versions.load("v4").TinyLlama), work.module
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        path = Path(folder, "weights.pt")
+        mine.save_weights(model, path)
+        fault = _fault_of_file(path)
+        yield Item(not fault, "save_weights: the file is data, and no code", fault)
+        if fault:
+            return
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        size = path.stat().st_size
+        yield judged(
+            size <= weights + _BESIDES,
+            f"save_weights: {size:,} bytes for {weights:,} of weights",
+            "what else is in it? Copies of the tied weight, or Adam's moments?",
+        )
+        loaded = mine.load_model(path)
+    yield from _is_whole(loaded, model)
+    tokens = _tokens(*ODD)
+    what = f"load_model: the trained model's logits at B, T = {ODD}"
+    with torch.no_grad():
+        yield first_difference(loaded(tokens), model(tokens), what=what, limit=EXACT)
+
+
+def _fault_of_file(path: Path) -> str:
+    if not path.is_file():
+        return "there is no file at the path that it was given"
+    try:
+        content = torch.load(path, weights_only=True)
+    except Exception as error:
+        return f"torch.load(weights_only=True) refuses it: save no objects\n{_reason(error)}"
+    is_dict = isinstance(content, dict) and set(content) == {"config", "weights"}
+    return "" if is_dict else 'it should be a dict of "config" and "weights"'
 
 
 def _is_whole(loaded: nn.Module, model: nn.Module) -> Iterator[Item]:
@@ -128,47 +122,39 @@ def _is_whole(loaded: nn.Module, model: nn.Module) -> Iterator[Item]:
     )
     yield judged(tied, "load_model: head and embedding are one tensor", why)
     theirs = dict(loaded.named_buffers())
-    lost = [name for name, table in model.named_buffers() if not _same(theirs.get(name), table)]
+    lost = [
+        name
+        for name, table in model.named_buffers()
+        if (its := theirs.get(name)) is None or its.is_meta or not torch.equal(its, table)
+    ]
     why = (
         f"{' and '.join(lost)}: no state_dict has them, only a model that was built with its memory"
     )
     yield judged(not lost, "load_model: the RoPE tables are there", why)
 
 
-def _same(one: Tensor | None, other: Tensor) -> bool:
-    return one is not None and not one.is_meta and torch.equal(one, other)
-
-
-# --- the exported program ------------------------------------------------------------------------
-
-
-def _with_dropout() -> type[nn.Module]:
-    """V4 with dropout, in which training mode differs from evaluation mode."""
+def _export(work: Work) -> Iterator[Item]:
     base: Any = versions.load("v4").TinyLlama
 
     class WithDropout(base):
+        """V4 with dropout, in which training mode differs from evaluation mode."""
+
         def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
             result = super().forward(tokens, targets)
             return nn.functional.dropout(result, 0.1, self.training)
 
-    return WithDropout
-
-
-def _export(work: Work) -> Iterator[Item]:
-    model, mine = _trained(_with_dropout()), work.module
+    model, mine = _trained(WithDropout), work.module
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.pt2")
         mine.export_model(model, path)
         program = mine.load_exported(path)
     model.eval()
+    tokens = _tokens(2, 3)
     with torch.no_grad():
-        tokens = _tokens(2, 3)
-        if not torch.equal(program(tokens), program(tokens)):
-            why = "two calls differ: the dropout of this model was exported with it"
-            yield Item(False, "export_model: evaluation mode", why)
-            return
-        yield Item(True, "export_model: evaluation mode")
-        for shape in SHAPES:
+        same = torch.equal(program(tokens), program(tokens))
+        why = "two calls differ: the dropout of this model was exported with it"
+        yield judged(same, "export_model: evaluation mode", why)
+        for shape in SHAPES if same else ():
             yield _program_is_right(program, model, _tokens(*shape))
 
 
@@ -210,31 +196,35 @@ class Device:
 
 def _latency(work: Work) -> Iterator[Item]:
     device, repeats = Device(), 24
-    found = work.module.measure(device, _tokens(1, 2), device.wait, repeats=repeats)
-    p50, p95, most = (float(found[f"{name}_ms"]) for name in ("p50", "p95", "max"))
-    times = f"p50 {p50:.1f}, p95 {p95:.1f}, max {most:.1f} ms"
     usual, slow, first = Device.USUAL, Device.SLOW, Device.FIRST
-    what = (
-        f"measure: a device of {usual:.0f} ms, one call in eight {slow:.0f}, the first {first:.0f}"
-    )
+    found = work.module.measure(device, _tokens(1, 2), device.wait, repeats=repeats)
+    p50, p95, most = (float(found[name]) for name in deploy.TIMES)
+    why = ""
     # A sleep on a busy machine lasts a bit longer, and never shorter.
     if p50 < 0.9 * usual:
-        why = "the clock stopped before the device had done its work: wait() comes first"
+        why = ": the clock stopped before the device had done its work: wait() comes first"
     elif device.calls <= repeats or most > 0.9 * first:
-        why = "the first call is among the timed ones: it compiles, and is paid once"
+        why = ": the first call is among the timed ones: it compiles, and is paid once"
     elif p50 > 1.8 * usual:
-        why = "half of the calls took 10 ms: is p50 a mean, or of several calls together?"
+        why = ": half of the calls took 10 ms: is p50 a mean, or of several calls together?"
     elif p95 < 0.9 * slow:
-        why = "more than one call in twenty took 120 ms, and p95 hides them"
+        why = ": more than one call in twenty took 120 ms, and p95 hides them"
     elif most < p95:
-        why = "the maximum is below the 95th percentile"
-    else:
-        yield Item(True, what, times)
-        return
-    yield Item(False, what, f"{times}: {why}")
+        why = ": the maximum is below the 95th percentile"
+    yield Item(
+        not why,
+        f"measure: a device of {usual:.0f} ms, one call in eight {slow:.0f}, the first {first:.0f}",
+        f"p50 {p50:.1f}, p95 {p95:.1f}, max {most:.1f} ms{why}",
+    )
 
 
 # --- the release ---------------------------------------------------------------------------------
+
+RELEASES = (
+    ("status_same", "the same results", errors.DONE),
+    ("status_slower", "V4 5% slower", errors.ANSWER_IS_NO),
+    ("status_other_device", "another device", errors.NOT_ON_THIS_MACHINE),
+)
 
 
 def _verdict(work: Work) -> Iterator[Item]:
@@ -246,35 +236,30 @@ def _verdict(work: Work) -> Iterator[Item]:
     yield Item(not wrong, "release_verdict: pass, fail and unknown", "\n".join(wrong))
 
 
-def _statuses(work: Work) -> Iterator[Item]:
-    for key, what, expected in (
-        ("status_same", "the same results", errors.DONE),
-        ("status_slower", "V4 5% slower", errors.ANSWER_IS_NO),
-        ("status_other_device", "another device", errors.NOT_ON_THIS_MACHINE),
-    ):
-        yours = work.answers.number(f"findings.{key}")
-        why = f"you wrote {yours:g}: run it again, and echo $? directly after it"
-        yield judged(yours == expected, f"regression_tester.py on {what}: its exit status", why)
+def _status(key: str, what: str, expected: int, work: Work) -> Iterator[Item]:
+    yours = work.answers.number(f"findings.{key}")
+    why = f"you wrote {yours:g}: run it again, and echo $? directly after it"
+    yield judged(yours == expected, f"regression_tester.py on {what}: its exit status", why)
 
 
 # --- the participant's table ---------------------------------------------------------------------
 
 
-def _table(work: Work) -> deployment.Rows:
-    return deployment.read_table(work.results / deployment.FOLDER / deployment.TABLE)
+def _table(work: Work) -> deploy.Rows:
+    return deploy.read_table(work.results / deploy.FOLDER / deploy.TABLE)
 
 
-def _batch_ratio(rows: deployment.Rows) -> float:
+def _batch_ratio(rows: deploy.Rows) -> float:
     exported = rows["exported"]
     return exported[max(exported)]["p50_ms"] / exported[min(exported)]["p50_ms"]
 
 
-def _exported_ratio(rows: deployment.Rows) -> float:
+def _exported_ratio(rows: deploy.Rows) -> float:
     batch = min(rows["exported"])
     return rows["exported"][batch]["p50_ms"] / rows["model"][batch]["p50_ms"]
 
 
-PREDICTIONS: tuple[Question[deployment.Rows], ...] = (
+PREDICTIONS: tuple[Question[deploy.Rows], ...] = (
     Predicted(
         "predict.batch_ratio", "latency at the largest batch, in units of that at the smallest", "",
         _batch_ratio,
@@ -292,7 +277,7 @@ PREDICTIONS: tuple[Question[deployment.Rows], ...] = (
 
 def _service(work: Work) -> Iterator[Item]:
     rows = _table(work)["exported"]
-    limit = deployment.SERVICE_LIMIT * rows[min(rows)]["p50_ms"]
+    limit = deploy.SERVICE_LIMIT * rows[min(rows)]["p50_ms"]
     largest = max((batch for batch, row in rows.items() if row["p95_ms"] <= limit), default=0)
     yours = work.answers.number("findings.largest_batch")
     why = f"you wrote {yours:g}; look at each p95 of 'exported'"

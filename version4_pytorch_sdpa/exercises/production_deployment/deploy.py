@@ -6,6 +6,7 @@ measures their latencies."""
 import argparse
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,24 +21,26 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from version4_pytorch_sdpa.exercises.production_deployment.deployment import (
-    BATCH_SIZES,
-    FOLDER,
-    SCHEMA_VERSION,
-    SERVICE_LIMIT,
-    TABLE,
-    TIMES,
-)
 from workshop import errors, results, versions
 from workshop.arguments import parse
 from workshop.errors import NotOnThisMachine, WorkshopError
-from workshop.exercises import faults, frame
+from workshop.exercises import frame
 from workshop.exercises.compare import first_difference
 from workshop.run import data, hardware, presets, trainer
 from workshop.run.precision import get_precision
 from workshop.run.presets import Preset
 
 HERE = Path(__file__).resolve().parent
+FOLDER = Path("exercises", "production_deployment")
+"""Below the folder of results."""
+TABLE = "latency.json"
+BATCH_SIZES = (1, 2, 4, 8)
+SERVICE_LIMIT = 4
+"""Limit of the 95th percentile, in units of the median at the smallest batch."""
+FORMS = ("model", "exported")
+"""Those that every table has: "compiled" is there with --aot."""
+TIMES = ("p50_ms", "p95_ms", "max_ms")
+"""Keys of the result of `measure` of mine.py."""
 STEPS = 20
 LEARNING_RATE = 3e-4
 ODD = (3, 63)
@@ -46,6 +49,25 @@ CLOSE = 1e-4
 """Room for the compiler's other order of sums, in fp32."""
 
 Model = Callable[[Tensor], Tensor]
+Rows = dict[str, dict[int, dict[str, float]]]
+"""Times and tokens_per_s by form and batch size."""
+
+
+def read_table(path: Path) -> Rows:
+    """The table of latencies. Raises WorkshopError: there is none, or not all of it."""
+    if not path.is_file():
+        raise WorkshopError(f"{path.name} is missing: run deploy.py, as the sheet says")
+    found: Rows = defaultdict(dict)
+    try:
+        for row in results.read_json(path)["rows"]:
+            found[row["form"]][row["batch_size"]] = {
+                name: float(row[name]) for name in (*TIMES, "tokens_per_s")
+            }
+    except (KeyError, TypeError, ValueError):
+        found.clear()
+    if not all(form in found for form in FORMS):
+        raise WorkshopError(f"{path.name} is not as deploy.py writes it: run it again")
+    return found
 
 
 def train(size: Preset, device: torch.device) -> Any:
@@ -77,39 +99,30 @@ def forms(
 ) -> Iterator[tuple[str, Model]]:
     """The model in each form, each from a file that was written for it."""
     mine.save_weights(trained, folder / "weights.pt")
-    model = mine.load_model(folder / "weights.pt").to(device)
-    yield "model", model
-    mine.export_model(model, folder / "model.pt2")
-    yield "exported", mine.load_exported(folder / "model.pt2")
-    if aot:
-        yield "compiled", compile_ahead(folder / "model.pt2", folder / "model_compiled.pt2")
+    yield "model", mine.load_model(folder / "weights.pt").to(device)
+    program, target = folder / "model.pt2", folder / "model_compiled.pt2"
+    mine.export_model(trained, program)
+    yield "exported", mine.load_exported(program)
+    if aot:  # AOTInductor's shared library of the exported program: no Python in it
+        print("compiling ahead of time: half a minute or more ...", flush=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PyTorch's, about its own code
+            exported = torch.export.load(program)
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(target))
+        yield "compiled", torch._inductor.aoti_load_package(str(target))
 
 
-def compile_ahead(program: Path, target: Path) -> Model:
-    """AOTInductor's shared library of an exported program, loaded again: no Python in it."""
-    print("compiling ahead of time: half a minute or more ...", flush=True)
-    exported = torch.export.load(program)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PyTorch's, about its own code
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(target))
-    compiled: Model = torch._inductor.aoti_load_package(str(target))
-    return compiled
-
-
-def check_logits(form: str, model: Model, trained: Any, device: torch.device) -> None:
-    """Raises WorkshopError where a form is not the trained model: it gets no times."""
-    tokens = torch.randint(trained.config.vocab_size, ODD, device=device)
+def measure(
+    mine: ModuleType, form: str, model: Model, trained: Any, size: Preset, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """A row a batch size; WorkshopError where the form does not have the trained model's logits."""
+    tokens = torch.randint(size.vocab_size, ODD, device=device)
     trained.eval()
     found = first_difference(model(tokens), trained(tokens), what=form, limit=CLOSE)
     if not found.ok:
         reason = " ".join(found.why.split())
         raise WorkshopError(f"{form}: not the trained model's logits, so no times: {reason}")
-
-
-def measure(
-    mine: ModuleType, form: str, model: Model, size: Preset, device: torch.device
-) -> Iterator[dict[str, Any]]:
-    """A row a batch size."""
+    print(f"{form}: the trained model's logits at B, T = {ODD}", flush=True)
 
     def wait() -> None:
         if device.type == "cuda":
@@ -138,32 +151,28 @@ def show(rows: list[dict[str, Any]]) -> None:
     Console().print(table)
 
 
-def deploy(arguments: argparse.Namespace) -> int:
+def deploy(folder: Path, *, aot: bool) -> int:
     errors.require("rich")
     if not (HERE / frame.MINE).is_file():
         raise WorkshopError(
             f"mine.py is missing: `python -m workshop.exercises check {HERE.name}` makes it"
         )
     device = hardware.get_device("auto")
-    missing = trainer.missing_for_compile(device) if arguments.aot else None
+    missing = trainer.missing_for_compile(device) if aot else None
     if missing:
         raise NotOnThisMachine(f"--aot needs {missing}: install it, or leave --aot out")
-    folder = results.prepare_folder(arguments.output_dir)
+    results.prepare_folder(folder)
     name = presets.default_preset(device.type)
     size = presets.get_preset(name)
     mine = frame.import_file(HERE / frame.MINE)
     trained = train(size, device)
     rows: list[dict[str, Any]] = []
-    for form, model in forms(mine, trained, device, folder, aot=arguments.aot):
+    for form, model in forms(mine, trained, device, folder, aot=aot):
         with torch.inference_mode():
-            check_logits(form, model, trained, device)
-            print(f"{form}: the trained model's logits at B, T = {ODD}", flush=True)
-            rows += measure(mine, form, model, size, device)
-    about: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "created": results.now()}
-    about |= {"device": hardware.describe(device), "software": results.describe_software()}
-    results.write_json(
-        folder / TABLE, about | {"config": name, "seq_len": size.seq_len, "rows": rows}
-    )
+            rows += measure(mine, form, model, trained, size, device)
+    about = {"device": hardware.describe(device), "software": results.describe_software()}
+    about |= {"created": results.now(), "config": name, "seq_len": size.seq_len}
+    results.write_json(folder / TABLE, about | {"rows": rows})
     show(rows)
     limit = SERVICE_LIMIT * next(r["p50_ms"] for r in rows if r["form"] == "exported")
     print(f"The service's limit: {SERVICE_LIMIT} x p50 of exported at batch 1 = {limit:.1f} ms")
@@ -189,11 +198,11 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> int:
         try:
-            return deploy(arguments)
+            return deploy(arguments.output_dir, aot=arguments.aot)
         except (WorkshopError, OSError):
             raise
         except Exception as error:  # of the participant's file: any
-            note = faults.as_item(error, frame.Work(HERE))
+            note = frame.red_item(error, frame.Work(HERE))
             raise WorkshopError(f"{note.what}: {note.why}") from error
 
     return errors.exit_status(work, interrupted="interrupted: no table")

@@ -21,27 +21,6 @@ from workshop.results import RunResult
 MOST_PERCENT = 10**6
 
 
-def plant(source: Path, target: Path, *, percent: float, device: str | None) -> int:
-    """Writes the changed copies; how many.
-
-    Args:
-        percent: by which each timed step becomes longer.
-        device: another device's name, if it is to be one.
-    """
-    runs = [run for run in records.load_folder(source, RunResult) if run.version == "v4"]
-    if not runs:
-        raise WorkshopError(f"{source}: no results of V4 in it")
-    results.prepare_folder(target)
-    for number, run in enumerate(runs):
-        changed = dataclasses.replace(
-            run,
-            step_ms=[time * (1 + percent / 100) for time in run.step_ms],
-            device=run.device | ({"name": device} if device else {}),
-        )
-        records.save(changed, target / f"planted_{number}.jsonl")
-    return len(runs)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split()))
     parser.add_argument("source", type=Path, metavar="FROM", help="a folder of result files")
@@ -50,18 +29,25 @@ def main(argv: list[str] | None = None) -> int:
         "--percent", type=float, default=0.0, help="how much slower a step is (default 0)"
     )
     parser.add_argument("--device", metavar="NAME", help="the name of another device")
-    a = parse(parser, argv)
+    arguments = parse(parser, argv)
+    return errors.exit_status(lambda: plant(arguments), interrupted="interrupted")
 
-    def work() -> int:
-        if not -100 < a.percent <= MOST_PERCENT:
-            raise WorkshopError(
-                f"--percent {a.percent}: it must lie between -100 and {MOST_PERCENT:,}"
-            )
-        count = plant(a.source, a.target, percent=a.percent, device=a.device)
-        print(f"Written: {count} results of V4 into {a.target}, with a change planted in them")
-        return errors.DONE
 
-    return errors.exit_status(work, interrupted="interrupted")
+def plant(a: argparse.Namespace) -> int:
+    """Writes the copies."""
+    if not -100 < a.percent <= MOST_PERCENT:
+        raise WorkshopError(f"--percent {a.percent}: it must be between -100 and {MOST_PERCENT:,}")
+    runs = [run for run in records.load_folder(a.source, RunResult) if run.version == "v4"]
+    if not runs:
+        raise WorkshopError(f"{a.source}: no results of V4 in it")
+    results.prepare_folder(a.target)
+    for number, run in enumerate(runs):
+        times = [time * (1 + a.percent / 100) for time in run.step_ms]
+        device = run.device | ({"name": a.device} if a.device else {})
+        changed = dataclasses.replace(run, step_ms=times, device=device)
+        records.save(changed, a.target / f"planted_{number}.jsonl")
+    print(f"Written: {len(runs)} results of V4 into {a.target}, with a change planted in them")
+    return errors.DONE
 
 
 if __name__ == "__main__":

@@ -2,10 +2,8 @@
 four chips, beside the tile to start from."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,45 +39,27 @@ def check(work: Work) -> Iterator[Item]:
     missing = versions.missing(versions.get_version("v3"))
     if missing:
         raise NotOnThisMachine(missing.replace("version v3", "this exercise"))
-    with _cases(work) as cases:
-        chips = (partial(_chip, case) for case in cases.values())
+    tiles, starter = _tiles(work), work.folder / frame.STARTER
+    start = frame.import_file(starter).START
+    jobs: dict[compile_tiles.Job, Any] = {
+        (work.mine_path, target): tile
+        for target, tile in tiles.items()
+        if not _hopeless(CHIPS[target], tile)
+    }
+    # After the participant's: as long as those are START, Triton has all of these in its cache.
+    jobs |= {(starter, target): start for target in tiles}
+    with compile_tiles.compiling_all(jobs) as answer:
+
+        def mine(target: str) -> Compiled:
+            fault = _hopeless(CHIPS[target], tiles[target])
+            return Compiled(fault=fault) if fault else answer((work.mine_path, target))
+
+        cases = [
+            Case(CHIPS[t], start, tile, partial(answer, (starter, t)), partial(mine, t))
+            for t, tile in tiles.items()
+        ]
+        chips = (partial(_chip, case) for case in cases)
         yield from ask(work, lambda _: None, (_numbers, *chips, *_questions(cases)))
-
-
-# --- still the same numbers ----------------------------------------------------------------------
-
-
-def _numbers(work: Work) -> Iterator[Item]:
-    mine, tiles = work.module, _tiles(work)
-    here = _chip_here()
-    shown = list(dict.fromkeys(tiles.values()))
-    if here:  # it may have no room for another chip's tile
-        shown = [tiles.get(here) or mine.Tile(*SMALL)]
-    device, dtype = ("cuda", torch.bfloat16) if here else ("cpu", torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    for tile in shown:
-        # A whole tile and a bit in each direction, so that the masks have something to do.
-        M, N, K = tile.block_m + 5, tile.block_n + 3, 2 * tile.block_k + 6
-        x, gate, up = (
-            torch.randn(shape, generator=generator).to(device, dtype)
-            for shape in ((M, K), (N, K), (N, K))
-        )
-        expected = silu(x.float() @ gate.float().T) * (x.float() @ up.float().T)
-        yield first_difference(
-            mine.swiglu_product(x, gate, up, tile).float(),
-            expected,
-            what=f"y is right at M = {M}, N = {N}, K = {K}, tile {_words(tile)}",
-            limit=ON_GPU if here else INTERPRETED,
-        )
-
-
-def _chip_here() -> str:
-    """The name that workshop.kernels.inspect has for the GPU of this machine; "" without one."""
-    if not torch.cuda.is_available():
-        return ""
-    if torch.version.hip:
-        return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0]
-    return "sm_{}{}".format(*torch.cuda.get_device_capability())
 
 
 def _tiles(work: Work) -> dict[str, Any]:
@@ -93,10 +73,8 @@ def _tiles(work: Work) -> dict[str, Any]:
         tile = work.module.TILES.get(target)
         if tile is None:
             raise WorkshopError(f"TILES has none for {target}")
-        for name, least, most in (
-            *((block, 16, 512) for block in ("block_m", "block_n", "block_k")),
-            ("num_warps", 1, 16),
-        ):
+        limits = dict.fromkeys(("block_m", "block_n", "block_k"), (16, 512))
+        for name, (least, most) in (limits | {"num_warps": (1, 16)}).items():
             value = getattr(tile, name)
             if value not in (2**power for power in range(10)) or not least <= value <= most:
                 raise WorkshopError(
@@ -107,6 +85,38 @@ def _tiles(work: Work) -> dict[str, Any]:
             raise WorkshopError(f"TILES[{target!r}].num_stages must lie between 1 and 8")
         tiles[target] = tile
     return tiles
+
+
+def _numbers(work: Work) -> Iterator[Item]:
+    """Whether the kernel still computes the same, with masks that have something to do."""
+    mine, tiles = work.module, _tiles(work)
+    on_gpu = torch.cuda.is_available()
+    shown = list(dict.fromkeys(tiles.values()))
+    if on_gpu:  # it may have no room for another chip's tile
+        shown = [tiles.get(_chip_here()) or mine.Tile(*SMALL)]
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for tile in shown:
+        # A whole tile and a bit in each direction.
+        M, N, K = tile.block_m + 5, tile.block_n + 3, 2 * tile.block_k + 6
+        x, gate, up = (
+            torch.randn(shape, generator=generator).to(device, dtype)
+            for shape in ((M, K), (N, K), (N, K))
+        )
+        expected = silu(x.float() @ gate.float().T) * (x.float() @ up.float().T)
+        yield first_difference(
+            mine.swiglu_product(x, gate, up, tile).float(),
+            expected,
+            what=f"y is right at M = {M}, N = {N}, K = {K}, tile {_words(tile)}",
+            limit=ON_GPU if on_gpu else INTERPRETED,
+        )
+
+
+def _chip_here() -> str:
+    """The name that workshop.kernels.inspect has for this machine's GPU."""
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability())
 
 
 def _words(tile: Any) -> str:
@@ -130,55 +140,16 @@ class Case:
     """Waits for the compiler."""
     mine: Callable[[], Compiled]
 
-    @property
-    def name(self) -> str:
-        return f"{self.chip.name} ({self.chip.products})"
-
-
-@contextmanager
-def _cases(work: Work) -> Iterator[dict[str, Case]]:
-    """By chip. The compiler is at work until it is left.
-
-    Raises:
-        WorkshopError: TILES is not what a kernel can have.
-    """
-    tiles, starter = _tiles(work), work.folder / frame.STARTER
-    start = frame.import_file(starter).START
-    jobs: dict[compile_tiles.Job, Any] = {
-        (work.mine_path, target): tile
-        for target, tile in tiles.items()
-        if not _hopeless(CHIPS[target], tile)
-    }
-    # After the participant's: as long as those are START, Triton has all of these in its cache.
-    jobs |= {(starter, target): start for target in tiles}
-    with compile_tiles.compiling_all(jobs) as answer:
-
-        def compiled(path: Path, target: str) -> Compiled:
-            if (path, target) not in jobs:
-                return Compiled(fault=_hopeless(CHIPS[target], tiles[target]))
-            return answer((path, target))
-
-        yield {
-            target: Case(
-                CHIPS[target],
-                start,
-                tile,
-                partial(compiled, starter, target),
-                partial(compiled, work.mine_path, target),
-            )
-            for target, tile in tiles.items()
-        }
-
 
 def _hopeless(chip: Chip, tile: Any) -> str:
     """Why a tile is not worth compiling, which takes a minute where everything spills; or ""."""
-    needed, there = _accumulators_of(chip, tile), REGISTERS[chip.is_amd]
+    needed, there = _accumulators(chip, tile), REGISTERS[chip.is_amd]
     if needed < (there if chip.is_amd else 4 * there):
         return ""
     return f"not compiled: its accumulators alone need {needed} registers a lane, one has {there}"
 
 
-def _accumulators_of(chip: Chip, tile: Any) -> int:
+def _accumulators(chip: Chip, tile: Any) -> int:
     """Registers a lane for two (block_m, block_n) in fp32."""
     return int(2 * tile.block_m * tile.block_n // (tile.num_warps * chip.warp_size))
 
@@ -190,17 +161,30 @@ def _intensity(tile: Any) -> float:
 
 
 def _chip(case: Case, work: Work) -> Iterator[Item]:
-    mine = case.mine()
+    chip, mine = case.chip, case.mine()
+    name = f"{chip.name} ({chip.products})"
     if mine.missing:
-        yield Item(True, f"{case.name}: not compiled", mine.missing)
+        yield Item(True, f"{name}: not compiled", mine.missing)
     elif mine.kernel is None:
-        yield Item(False, f"{case.name}, tile {_words(case.tile)}", mine.fault)
+        yield Item(False, f"{name}, tile {_words(case.tile)}", mine.fault)
     else:
-        failures = list(_failures(case.chip, mine.kernel, case.tile))
-        shown = [(case.start().kernel, case.start_tile), (mine.kernel, case.tile)]
+        failures = list(_failures(chip, mine.kernel, case.tile))
         verdict = "" if failures else ": spills nothing, fits, leaves room"
-        note = "\n".join([*failures, *_table(case.chip, shown)])
-        yield Item(not failures, f"{case.name}{verdict}", note)
+        columns = [
+            _column(chip, case.start().kernel, case.start_tile),
+            _column(chip, mine.kernel, case.tile),
+            {
+                "spilled bytes a lane": "0",
+                f"KiB of {chip.shared_name}": f"<= {chip.shared_per_program_kib}",
+                "waves a SIMD": f">= {WAVES}",
+                "FLOP a byte": f">= {INTENSITY[chip.name]}",
+            },
+        ]
+        table = [f"  {'':<22}{'start':>22}{'yours':>22}{'wanted':>8}"]
+        for row in columns[1]:
+            start, yours, wanted = (column.get(row, "") for column in columns)
+            table.append(f"  {row:<22}{start or '-':>22}{yours:>22}{wanted:>8}")
+        yield Item(not failures, f"{name}{verdict}", "\n".join([*failures, *table]))
 
 
 def _failures(chip: Chip, kernel: Kernel, tile: Any) -> Iterator[str]:
@@ -218,22 +202,8 @@ def _failures(chip: Chip, kernel: Kernel, tile: Any) -> Iterator[str]:
         )
 
 
-def _table(chip: Chip, shown: list[tuple[Kernel | None, Any]]) -> Iterator[str]:
-    """The starting numbers and the participant's, side by side."""
-    goals = {
-        "spilled bytes a lane": "0",
-        f"KiB of {chip.shared_name}": f"<= {chip.shared_per_program_kib}",
-        "waves a SIMD": f">= {WAVES}",
-        "FLOP a byte": f">= {INTENSITY[chip.name]}",
-    }
-    columns = [_column(chip, kernel, tile) for kernel, tile in shown]
-    yield f"  {'':<22}{'start':>22}{'yours':>22}{'wanted':>8}"
-    for row in columns[-1]:
-        cells = "".join(f"{column.get(row, '-'):>22}" for column in columns)
-        yield f"  {row:<22}{cells}{goals.get(row, ''):>8}"
-
-
 def _column(chip: Chip, kernel: Kernel | None, tile: Any) -> dict[str, str]:
+    """A tile's numbers by row; none without a kernel."""
     if kernel is None:
         return {}
     return {
@@ -255,46 +225,41 @@ def _column(chip: Chip, kernel: Kernel | None, tile: Any) -> dict[str, str]:
 # --- what was written down -----------------------------------------------------------------------
 
 
-def _questions(cases: dict[str, Case]) -> list[Question[None]]:
-    return [
-        *(_accumulators(cases[target]) for target in ("gfx942", "sm_90")),
-        Predicted(
-            "predict.shared_kib_sm_90", "START's shared memory on sm_90", "KiB",
-            lambda _: _shared_kib(cases["sm_90"].start().kernel),
-            "A stage holds a block of x and two of weights, block_k wide, 2 bytes a number; all "
-            "num_stages of them are there at a time.", within=0.01,
-        ),
-        *map(_limit, cases.values()),
-    ]  # fmt: skip
+def _questions(cases: list[Case]) -> Iterator[Question[None]]:
+    for case in cases:
+        name, tile, lanes = case.chip.name, case.start_tile, case.chip.warp_size
+        if name in ("gfx942", "sm_90"):
+            yield Predicted(
+                f"predict.accumulators_{name}",
+                f"START's accumulators on {name}, registers a lane", "",
+                partial(lambda case, _: _accumulators(case.chip, case.start_tile), case),
+                f"2 accumulators of {tile.block_m} x {tile.block_n} numbers lie in the registers "
+                f"of {tile.num_warps} waves of {lanes} lanes: a lane has its share of all.",
+                within=0,
+            )  # fmt: skip
+        if name == "sm_90":
+            yield Predicted(
+                "predict.shared_kib_sm_90", "START's shared memory on sm_90", "KiB",
+                partial(_shared_kib, case),
+                "A stage holds a block of x and two of weights, block_k wide, 2 bytes a number; "
+                "all num_stages of them are there at a time.", within=0.01,
+            )  # fmt: skip
+        limit = partial(_limit, case)
+        yield Chosen(
+            f"findings.limit_{name}", f"what limits the waves of your tile on {name}", LIMITS,
+            limit, partial(lambda limit, _: f"the table above says {limit(None)}", limit),
+        )  # fmt: skip
 
 
-def _accumulators(case: Case) -> Predicted[None]:
-    name, start = case.chip.name, case.start_tile
-    return Predicted(
-        f"predict.accumulators_{name}", f"START's accumulators on {name}, registers a lane", "",
-        lambda _: _accumulators_of(case.chip, start),
-        f"2 accumulators of {start.block_m} x {start.block_n} numbers lie in the registers of "
-        f"{start.num_warps} waves of {case.chip.warp_size} lanes: a lane has its share of all.",
-        within=0,
-    )  # fmt: skip
-
-
-def _shared_kib(kernel: Kernel | None) -> float:
+def _shared_kib(case: Case, _: None) -> float:
+    kernel = case.start().kernel
     if kernel is None:
         raise NotCompared("not compiled")
     return kernel.shared_bytes / KIB
 
 
-def _limit(case: Case) -> Chosen[None]:
-    name = case.chip.name
-    return Chosen(
-        f"findings.limit_{name}", f"what limits the waves of your tile on {name}", LIMITS,
-        lambda _: _limit_of(case.mine()),
-        lambda _: f"the table above says {_limit_of(case.mine())}",
-    )  # fmt: skip
-
-
-def _limit_of(tile: Compiled) -> str:
+def _limit(case: Case, _: None) -> str:
+    tile = case.mine()
     if tile.missing:
         raise NotCompared("not compiled")
     if tile.kernel is None:

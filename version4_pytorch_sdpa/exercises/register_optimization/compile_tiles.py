@@ -4,7 +4,7 @@ check's own has Triton's interpreter."""
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -34,28 +34,25 @@ Job = tuple[Path, str]
 """A file with `swiglu_product`, and a chip."""
 
 
-Answer = Callable[[Job], Compiled]
-
-
 @contextmanager
-def compiling_all(jobs: Mapping[Job, Any]) -> Iterator[Answer]:
+def compiling_all(jobs: Mapping[Job, Any]) -> Iterator[Callable[[Job], Compiled]]:
     """Compiles each job's tile in bf16, two at a time, in the order given, while the block runs. It
     gets a function that waits for what the compiler made of a job."""
     pool = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn"))
+
+    def answer(job: Job) -> Compiled:
+        try:
+            return started[job].result()
+        except BrokenProcessPool:
+            return Compiled(fault="Triton's compiler crashed: on this tile, or on another chip's")
+
     try:
         started = {
             job: pool.submit(compile_tile, *job, astuple(tile)) for job, tile in jobs.items()
         }
-        yield lambda job: _answer(started[job])
+        yield answer
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # their end takes seconds
-
-
-def _answer(future: "Future[Compiled]") -> Compiled:
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        return Compiled(fault="Triton's compiler crashed: on this tile, or on another chip's")
 
 
 def compile_tile(path: Path, target: str, tile: tuple[int, ...]) -> Compiled:

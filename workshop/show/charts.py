@@ -8,10 +8,10 @@ from typing import Any
 
 from workshop.compare.rows import ONE_PROCESS, Row, ratio
 from workshop.compare.sweep import AXES, Point, Sweep
-from workshop.compare.tables import groups, limits, title, without_time
 from workshop.compare.waterfall import Step, Waterfall
 from workshop.errors import printable
 from workshop.run import interpreter
+from workshop.show.comparisons import groups, limits, title, without_time
 from workshop.versions import ALL, MARKERS
 
 PHASE_COLOURS = (

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from workshop import results
-from workshop.labs import LabRun
-from workshop.results import Value
+from workshop.results import LabRun, Value
 from workshop.run import hardware
 from workshop.run.precision import Precision
 

@@ -1,0 +1,193 @@
+"""The commands of the exercises, and their output."""
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.markdown import Markdown
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from workshop import errors
+from workshop.errors import WorkshopError, printable
+from workshop.exercises import runner, sheet
+from workshop.exercises.frame import Item
+from workshop.exercises.progress import Progress
+from workshop.exercises.runner import Outcome
+from workshop.exercises.sheet import README, SESSIONS, Sheet, session_name
+from workshop.versions import ROOT
+
+COMMAND = "python -m workshop.exercises"
+_TYPED = re.compile(r"python |\S+\.(sh|py)( |$)")
+"""How commands begin that are to be typed."""
+
+
+def run(arguments: argparse.Namespace, root: Path) -> int:
+    """Runs one command; its exit status."""
+    progress = Progress(arguments.results_dir)
+    if arguments.command == "list":
+        return _show(_table(_sheets(root), progress))
+    if arguments.command == "progress":
+        return _show(_summary(_sheets(root), progress))
+    one = _find(arguments.name, root)
+    if arguments.command == "hint":
+        return _show(_next_hint(one, progress))
+    if arguments.command == "reset":
+        kept = sheet.set_aside(one.folder)
+        progress.forget(one.name)
+        return _show(_begun(one, sheet.make_copies(one.folder), kept))
+    made = sheet.make_copies(one.folder)
+    if made:
+        _show(_begun(one, made))
+        return errors.ANSWER_IS_NO
+    with Console(stderr=True).status(f"checking {one.name} ..."):
+        outcome = runner.run(one.folder, results=arguments.results_dir, limit_s=arguments.limit)
+    _show(_verdict(one, outcome))
+    if outcome.missing is not None:
+        return errors.NOT_ON_THIS_MACHINE
+    progress.checked(one.name, sum(item.ok for item in outcome.items), len(outcome.items))
+    if not outcome.passed:
+        return errors.ANSWER_IS_NO
+    return _show(_what_comes_next(_sheets(root), progress, behind=one.name))
+
+
+def _sheets(root: Path) -> list[Sheet]:
+    """All exercises; the errors of sheets that can't be read go to stderr."""
+    sheets, problems = sheet.read_all(root)
+    for problem in problems:
+        print(f"warning: {problem}", file=sys.stderr)
+    return sheets
+
+
+def _find(name: str, root: Path) -> Sheet:
+    """Raises WorkshopError: there is no such exercise, or its sheet can't be read."""
+    folders = {folder.name: folder for folder in sheet.folders(root)}
+    if name not in folders:
+        near = difflib.get_close_matches(name, folders, n=1)
+        known = f"did you mean {near[0]}?" if near else f"known are {', '.join(folders)}"
+        raise WorkshopError(f"no exercise is called {name!r}: {known}")
+    return sheet.read(folders[name])
+
+
+# --- output --------------------------------------------------------------------------------------
+
+
+def _show(what: RenderableType) -> int:
+    Console(highlight=False).print(what, crop=False)
+    return errors.DONE
+
+
+def _table(sheets: Sequence[Sheet], progress: Progress) -> Table:
+    """All exercises, by session."""
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("session", "exercise", "min", "GPU", "kind", "so far"):
+        drawn.add_column(column, justify="right" if column == "min" else "left", no_wrap=True)
+    before = 0
+    for one in sheets:
+        state = progress[one.name]
+        green = f"{state.green} of {state.items}" if state.checks else ""
+        first = one.session != before
+        if first and before:
+            drawn.add_row()
+        before = one.session
+        drawn.add_row(
+            one.when.removeprefix("session ") if first else "",
+            one.name,
+            str(one.minutes),
+            "better" if one.needs == "better with a GPU" else "",
+            one.kind,
+            Text("passed", style="green") if state.passed else Text(green, style="yellow"),
+        )
+    return drawn
+
+
+def _summary(sheets: Sequence[Sheet], progress: Progress) -> Group:
+    """A line a session, and what comes next."""
+    lines = Table(box=None, pad_edge=False, show_header=False)
+    for number in SESSIONS:
+        its = [one for one in sheets if one.session == number]
+        passed = sum(progress[one.name].passed is not None for one in its)
+        bar = Text("#" * passed, style="green") + Text("-" * (len(its) - passed), style="dim")
+        if its:
+            lines.add_row(session_name(number), bar, f"{passed} of {len(its)} passed")
+    return Group(lines, "", _what_comes_next(sheets, progress))
+
+
+def _what_comes_next(sheets: Sequence[Sheet], progress: Progress, behind: str = "") -> Text:
+    """The first open exercise; behind a name, the first one behind it, if any is open there."""
+    start = [one.name for one in sheets].index(behind) + 1 if behind else 0
+    in_turn = (*sheets[start:], *sheets[:start])
+    left = next((one for one in in_turn if not progress[one.name].passed), None)
+    if left is None:
+        return Text("All exercises are passed.", style="green")
+    where = _from_root(left.folder / README)
+    return Text.assemble("Next: ", (left.name, "bold"), f", {left.minutes} minutes, {where}")
+
+
+def _from_root(path: Path) -> str:
+    """A path as a participant in the repository's root would type it."""
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def _begun(one: Sheet, made: Sequence[Path], kept: Sequence[Path] = ()) -> Text:
+    """Says what to do with new copies, and where the old ones are."""
+    text = Text.assemble((one.title, "bold"), "\n")
+    for word, paths in (("kept", kept), ("made", made)):
+        text.append("".join(f"  {word} {_from_root(path)}\n" for path in paths))
+    fill = {".py": "write what is missing", ".toml": "answer the questions"}
+    todo = " and ".join(fill[path.suffix] for path in made)
+    text.append(f"Read {_from_root(one.folder / README)}, {todo}, and then:\n")
+    return text.append(f"  {COMMAND} check {one.name}", style="bold")
+
+
+def _verdict(one: Sheet, outcome: Outcome) -> Group:
+    """Every Item of a check, and what to do about the red ones."""
+    lines: list[RenderableType] = [Text(one.title, style="bold")]
+    for item in outcome.items:
+        lines += _item(item)
+    if outcome.printed and not outcome.passed:
+        lines.append(Text("Printed meanwhile, at the end:", style="dim"))
+        lines += [_indented(line, style="dim") for line in outcome.printed]
+    green, total = sum(item.ok for item in outcome.items), len(outcome.items)
+    if outcome.missing is not None:
+        lines.append(Text(f"Not on this machine: {printable(outcome.missing)}", style="yellow"))
+    elif outcome.passed:
+        lines.append(Text(f"Passed: {total} of {total} green", style="bold green"))
+    else:
+        lines.append(Text(f"{green} of {total} green", style="bold red"))
+        lines.append(Text(f"Stuck? {COMMAND} hint {one.name}"))
+    return Group(*lines)
+
+
+def _item(item: Item) -> list[RenderableType]:
+    mark = Text("ok", style="green") if item.ok else Text("no", style="bold red")
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_row(mark, Text(printable(item.what)))
+    return [grid, *(_indented(line) for line in item.why.splitlines())]
+
+
+def _indented(line: str, style: str = "") -> RenderableType:
+    line = printable(line)
+    if _TYPED.match(line):  # to be copied: a line of its own, however long
+        return Text(f"    {line}", style=style, no_wrap=True, overflow="ignore")
+    return Padding(Text(line, style=style), (0, 0, 0, 4), expand=False)
+
+
+def _next_hint(one: Sheet, progress: Progress) -> Group:
+    """The next hint, the last one again and again, and what follows it."""
+    if not one.hints:
+        raise WorkshopError(f"{one.name} has no hints: its sheet is all there is")
+    number = min(progress[one.name].hints, len(one.hints) - 1)
+    progress.hinted(one.name)
+    left = len(one.hints) - number - 1
+    last = f"that is the last one; the solution: exercises/solutions/{one.name}/"
+    return Group(
+        Text(f"{one.title}: {one.hints[number].title.lower()}", style="bold"),
+        Markdown(one.hints[number].text),
+        Text(f"({left} more: type it again)" if left else f"({last})", style="dim"),
+    )

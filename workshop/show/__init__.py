@@ -1,0 +1,1 @@
+"""Results as tables, charts, pages and documents."""
