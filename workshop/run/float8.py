@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workshop import versions
 from workshop.run.flops import matmul_flops
+from workshop.versions import Sizes
 
 TENSORWISE, ROWWISE = "tensorwise", "rowwise"
 TILE = 16
