@@ -125,18 +125,6 @@ def test_the_model_s_operations(
     assert f"counted {ncu.read_counts(NCU_RAW).total.flops / flops - 1:+.2%}" in printed
 
 
-@pytest.mark.parametrize("metric", [m for m in SEEDS if "throughput" not in m])
-def test_a_report_without_a_metric(
-    metric: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page, out = tmp_path / "report.csv", tmp_path / "summary.txt"
-    page.write_text(without(NCU_RAW, set(SEEDS) - {metric}))
-    status, _, error = parsed(capsys, page, "--out", out)
-    assert status == 2 and len(error.splitlines()) == 1
-    assert str(page) in error and metric in error and "--metrics" in error
-    assert not out.exists()
-
-
 def test_all_kinds_and_levels(caches: Path) -> None:
     report = ncu.read_counts(caches)
     total, (longest, product) = report.total, report.kernels
@@ -236,16 +224,6 @@ def test_every_kernel_at_every_level(
     assert "IMPLAUSIBLE" not in printed
 
 
-def test_kernels_without_operations_are_at_no_cache(tmp_path: Path) -> None:
-    page = tmp_path / "report.csv"
-    copy = {TIME: "10", READ: "5", WRITTEN: "5", L2: "9", L1: "9", sass("fadd"): "0", BF16: "0"}
-    page.write_text(raw_page(UNITS, PRODUCT, copy))
-    labels = [point.label for point in hierarchy.load(page, "all").points]
-    assert labels == [
-        "all", "my_gemm", "some_kernel", "all, L2", "my_gemm, L2", "all, L1", "my_gemm, L1"
-    ]  # fmt: skip
-
-
 def test_the_recorded_report_has_its_chip_s_roofs(
     tmp_path: Path, drawn: list[Roofline], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -324,13 +302,6 @@ def machine(tmp_path: Path) -> Machine:
     return machine
 
 
-def test_the_scripts_are_the_versions_own() -> None:
-    runners = ROOT / "workshop" / "profilers" / "runners"
-    links = {path.name: path for path in FOLDER.glob("run_*")}
-    assert links.keys() == {f"run_{tool}.sh" for tool in TOOLS}
-    assert all(path.resolve() == runners / name for name, path in links.items())
-
-
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_dry_run_profiles_one_step(tool: str, machine: Machine) -> None:
     commands = machine.dry_run(tool, "--", "--amp", "--data", "my data")
@@ -402,11 +373,6 @@ def test_a_wrong_answer_is_the_one_that_is_red(
     name: str, answer: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     assert says in only_fault(name, tmp_path, answer)
-
-
-def test_the_kernel_that_saves_nearly_as_much_is_right_too(tmp_path: Path) -> None:
-    first = "cudnn::bn_bw_1C11_kernel_new<float2>"
-    assert not red(checked(FIRST, answers=with_answers(FIRST, tmp_path, first=first)))
 
 
 def test_a_kernel_is_named_as_the_table_the_picture_or_the_source_has_it(tmp_path: Path) -> None:

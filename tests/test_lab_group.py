@@ -9,14 +9,12 @@ import pytest
 import torch
 from stored_runs import the_run
 from test_lab_scale_out import free_port
-from torch import nn
 
 from labs.inference_benchmark import group as groups
 from labs.inference_benchmark import micro_benchmarking_pytorch as benchmark
-from labs.inference_benchmark import modes, networks, request, single
+from labs.inference_benchmark import modes, networks, single
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.modes import Setting
-from workshop.errors import WorkshopError
 from workshop.labs import LabRun
 from workshop.run import hardware
 from workshop.versions import ROOT
@@ -41,12 +39,6 @@ def test_no_image_is_lost_and_each_counts_the_same(
     for one in settings:  # DDP divides by the number of processes
         assert one.loss_weight / world_size == pytest.approx(one.batch_size / batch)
     assert len({one.images_seed() for one in settings}) == world_size
-
-
-@pytest.mark.parametrize("url", ("foo://x", "tcp://127.0.0.1"))
-def test_a_url_where_nothing_can_meet_is_one_line(url: str) -> None:
-    with pytest.raises(WorkshopError, match="--dist-url"):
-        groups.join(Group(world_size=2, method=url), CPU, None)
 
 
 class Placed(BaseException):
@@ -137,17 +129,6 @@ def test_a_gpu_that_is_named_wrongly_is_one_line(
     assert benchmark.main(["--network", "resnet18", *flags.split()]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
-
-
-def test_replicas_are_on_the_gpus_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(nn, "DataParallel", lambda model, ids: ids)
-    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", lambda model, **given: given)
-    device, model = torch.device("cuda", 2), nn.Linear(1, 1)
-    assert groups.replica(Group(1, 1, 2), device, model) == {"device_ids": [2]}
-    words = ["--network", "resnet18", "--dataparallel", "--device_ids", "2,1"]
-    gpus = groups.find(request.build_parser().parse_args(words)).gpus
-    assert Setting(NETWORK, device, 5, 1, gpus=gpus).spread(model) == [2, 1]
 
 
 def test_the_processes_of_a_study_are_on_the_gpu_that_is_named(

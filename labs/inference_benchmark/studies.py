@@ -207,7 +207,7 @@ def _plan(
 
 def _all_networks(arguments: argparse.Namespace, device: torch.device) -> int:
     """Each network in half precision, as it is and as fast as it gets: a table, written anew after
-    each group of networks."""
+    each network."""
     folder = results.prepare_folder(arguments.output_dir)
     variants = (("--precision", _half(device)), fastest(device))
     names = _present(dict.fromkeys(networks.ALIASES.get(name, name) for name in networks.NAMES))
@@ -215,38 +215,38 @@ def _all_networks(arguments: argparse.Namespace, device: torch.device) -> int:
     if arguments.resume:
         session, runs = _resumed(arguments, device, folder, session)
         print(f"Session {session}: {len(runs)} networks are complete")
-    common = _common_flags(arguments)
+    cases = [
+        [*_common_flags(arguments), *variant, "--network", name]
+        for name in names
+        if name not in runs
+        for variant in variants
+    ]
+    baseline = ""
 
-    def flags(name: str, variant: Flags) -> list[str]:
-        return [*common, *variant, "--network", name]
+    def plan(flags: list[str], repeat: int) -> studies.Plan:
+        return _plan(flags, arguments, session, baseline)
 
-    first = flags(names[0], variants[0])
-    baseline = single.planned(first, arguments.study, session)[0].variant
-    left = [name for name in names if name not in runs]
-    size = max(1, arguments.jobs // len(variants))
+    if cases:
+        baseline = plan(cases[0], 0).planned[0].variant
+    plain: dict[str, LabRun] = {}
     try:
-        for start in range(0, len(left), size):
-            group = [(name, variant) for name in left[start : start + size] for variant in variants]
-            plans = [_plan(flags(*one), arguments, session, baseline) for one in group]
-            measured: dict[str, list[LabRun]] = {}
-            for (name, _), run in zip(group, studies.in_turns(plans, arguments.jobs), strict=True):
-                measured.setdefault(name, []).append(run)
-                if len(measured[name]) == len(variants):
-                    runs[name] = measured[name]
-                    outcome = "; ".join(f"{run.variant}: {_outcome(run)}" for run in runs[name])
-                    print(f"{len(runs)}/{len(names)} {name}: {outcome}", flush=True)
-            table = _write_all(names, runs, folder)
+        for run in shared.alternating(cases, 1, plan, arguments.jobs):
+            name = str(run.options["network"])
+            if name not in plain:
+                plain[name] = run
+                continue
+            runs[name] = [plain[name], run]
+            outcome = "; ".join(f"{run.variant}: {_outcome(run)}" for run in runs[name])
+            print(f"{len(runs)}/{len(names)} {name}: {outcome}", flush=True)
+            _write_all(names, runs, folder)
     except KeyboardInterrupt:
         if not runs:
             raise
-        _write_all(names, runs, folder)
         print("interrupted: the table holds what was completed; --resume", file=sys.stderr)
         return errors.INTERRUPTED
-    table = _write_all(names, runs, folder)
-    tables.print_tables([table])
+    tables.print_tables([_write_all(names, runs, folder)])
     print(f"Written: {folder / 'all_networks.md'}")
-    failed = any(row.failed for found in runs.values() for row in labs.build_rows(found))
-    return errors.ANSWER_IS_NO if failed else errors.DONE
+    return shared.status_of(labs.build_rows(run for found in runs.values() for run in found))
 
 
 def _present(names: Iterable[str]) -> list[str]:
@@ -298,11 +298,8 @@ def _resumed(
 
 
 def _write_all(names: list[str], runs: dict[str, list[LabRun]], folder: Path) -> tables.Table:
-    pairs: list[tuple[str, LabRow, LabRow]] = []
-    for name in (name for name in names if name in runs):
-        rows = sorted(labs.build_rows(runs[name]), key=lambda row: not row.is_baseline)
-        pairs.append((name, *rows))  # type: ignore[arg-type]
-    table = all_table(pairs)
+    pairs = [(name, *labs.build_rows(runs[name])) for name in names if name in runs]
+    table = all_table(pairs)  # type: ignore[arg-type]
     results.write_text(folder / "all_networks.md", tables.markdown([table]))
     return table
 
