@@ -249,15 +249,22 @@ def test_a_state_of_another_memory_format_can_be_trained_on() -> None:
 
 Patch = pytest.MonkeyPatch
 true_step, true_loss, true_evaluate = Training.step, Training.loss, Training.evaluate
-true_draw, true_batch, true_at = Plan.draw, Plan.batch, Schedule.at
+true_batch, true_at = Plan.batch, Schedule.at
 
 
-def stepping(wrong: Callable[..., Tensor]) -> Callable[[Patch], None]:
-    """A fault that takes the place of a step."""
-    return lambda patch: patch.setattr(Training, "step", wrong)
+Fault = Callable[[Patch], object]
 
 
-def updating(wrong: Callable[[Training], None]) -> Callable[[Patch], None]:
+def replacing(owner: type, name: str, wrong: Any) -> Fault:
+    return lambda patch: patch.setattr(owner, name, wrong)
+
+
+def stepping(wrong: Callable[..., tuple[Tensor, Tensor]]) -> Fault:
+    """Each step trains something else than the images and labels that it is given."""
+    return replacing(Training, "step", lambda self, x, y: true_step(self, *wrong(self, x, y)))
+
+
+def updating(wrong: Callable[[Any], object]) -> Fault:
     """A fault of a training that has just been made."""
     true_init = Training.__init__
 
@@ -265,11 +272,18 @@ def updating(wrong: Callable[[Training], None]) -> Callable[[Patch], None]:
         true_init(self, *parts)
         wrong(self)
 
-    return lambda patch: patch.setattr(Training, "__init__", init)
+    return replacing(Training, "__init__", init)
 
 
-def half_the_batch(self: Training, images: Tensor, labels: Tensor) -> Tensor:
-    return true_step(self, images[: len(images) // 2], labels[: len(labels) // 2])
+def first_pixels_again(self: Any, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    self.pixels = getattr(self, "pixels", images)
+    return self.pixels, labels
+
+
+def forgotten_momentum(self: Training, *batch: Tensor) -> Any:
+    for own in self.optimizer.state.values():
+        own["momentum_buffer"].zero_()
+    return batch
 
 
 def every_second_update(self: Training, images: Tensor, labels: Tensor) -> Tensor:
@@ -279,43 +293,23 @@ def every_second_update(self: Training, images: Tensor, labels: Tensor) -> Tenso
     return true_step(self, images, labels)
 
 
-def nothing_after_step_3(self: Training, images: Tensor, labels: Tensor) -> Tensor:
+def nothing_after_step_3(self: Any, images: Tensor, labels: Tensor) -> Tensor:
     if self.done < 3:
-        self.last = true_step(self, images, labels)  # type: ignore[attr-defined]
-        return self.last  # type: ignore[attr-defined]
+        self.last = true_step(self, images, labels)
+        return self.last  # type: ignore[no-any-return]
     self.done += 1
-    return self.last * 0.9**self.done  # type: ignore[attr-defined]
+    return self.last * 0.9**self.done  # type: ignore[no-any-return]
 
 
-def first_pixels_again(self: Training, images: Tensor, labels: Tensor) -> Tensor:
-    if not hasattr(self, "pixels"):
-        self.pixels = images  # type: ignore[attr-defined]
-    return true_step(self, self.pixels, labels)  # type: ignore[attr-defined]
-
-
-def labels_rolled(self: Training, images: Tensor, labels: Tensor) -> Tensor:
-    return true_step(self, images, labels.roll(1))
-
-
-def forgotten_momentum(self: Training, images: Tensor, labels: Tensor) -> Tensor:
-    for own in self.optimizer.state.values():
-        own["momentum_buffer"].zero_()
-    return true_step(self, images, labels)
-
-
-def other_settings(**wrong: Any) -> Callable[[Patch], None]:
+def other_settings(**wrong: Any) -> Fault:
     return updating(lambda training: training.optimizer.param_groups[0].update(wrong))
 
 
-def normalised_with(**wrong: Any) -> Callable[[Patch], None]:
+def normalised_with(**wrong: Any) -> Fault:
     true_cifar10 = data.cifar10
     return lambda patch: patch.setattr(
         data, "cifar10", lambda folder: dataclasses.replace(true_cifar10(folder), **wrong)
     )
-
-
-def drawn_otherwise(batch: Callable[..., Any]) -> Callable[[Patch], None]:
-    return lambda patch: patch.setattr(Plan, "batch", batch)
 
 
 def not_cropped(plan: Plan, part: data.Part, index: int, size: int) -> tuple[Tensor, Tensor]:
@@ -328,91 +322,50 @@ def not_mirrored(plan: Plan, part: data.Part, index: int, size: int) -> tuple[Te
     return true_batch(plain, part, index, size)
 
 
-def epochs_alike(patch: Patch) -> None:
+def drawn_with(wrong: Callable[[int, int], tuple[int, int]]) -> Fault:
+    """An epoch's batches come from another seed and epoch."""
     true_epoch = Batches.epoch
-    patch.setattr(Batches, "epoch", lambda self, seed, epoch: true_epoch(self, seed, 0))
-
-
-def batches_known_before_go(patch: Patch) -> None:
-    true_epoch = Batches.epoch
-    patch.setattr(Batches, "epoch", lambda self, seed, epoch: true_epoch(self, 7, epoch))
-
-
-def rate_5_percent_high(patch: Patch) -> None:
-    patch.setattr(Schedule, "at", lambda self, step: 1.05 * true_at(self, step))
-
-
-def rate_that_never_falls(patch: Patch) -> None:
-    patch.setattr(Schedule, "at", lambda self, step: self.highest)
+    return replacing(Batches, "epoch", lambda self, *drawn: true_epoch(self, *wrong(*drawn)))
 
 
 def no_smoothing(self: Training, images: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(self.logits(images).float(), labels)
 
 
-def severed(training: Training) -> None:
-    training.model.severed = True  # type: ignore[assignment]
+def evaluating(wrong: Callable[[Training, Tensor], Tensor]) -> Fault:
+    return replacing(Training, "evaluate", torch.no_grad()(wrong))
 
 
-def one_weight_severed(training: Training) -> None:
-    training.model.bn1.bias.register_hook(torch.zeros_like)  # type: ignore[union-attr, operator]
-
-
-def stale_gradients(training: Training) -> None:
-    training.optimizer.zero_grad = lambda **_: None  # type: ignore[method-assign]
-
-
-def statistics_at_rest(training: Training) -> None:
-    training.model.bn1.momentum = 0.0  # type: ignore[union-attr]
-
-
-def block_left_out(training: Training) -> None:
-    training.model.layer1 = nn.Identity()
-
-
-@torch.no_grad()
-def evaluated_in_training_mode(self: Training, images: Tensor) -> Tensor:
-    return self.logits(images)
-
-
-def evaluated_on_first_image(self: Training, images: Tensor) -> Tensor:
-    return true_evaluate(self, images[:1]).expand(len(images), -1)
-
-
-def logits_of_nine_classes(self: Training, images: Tensor) -> Tensor:
-    return true_evaluate(self, images)[:, :9]
-
-
-FAULTS: dict[str, Callable[[Patch], None]] = {
-    **{fault.__name__: stepping(fault) for fault in (
-        half_the_batch, every_second_update, nothing_after_step_3, first_pixels_again,
-        labels_rolled, forgotten_momentum,
-    )},
-    **{fault.__name__: updating(fault) for fault in (
-        severed, one_weight_severed, stale_gradients, statistics_at_rest, block_left_out,
-    )},
+FAULTS: dict[str, Fault] = {
+    "half the batch": stepping(lambda _, x, y: (x[: len(x) // 2], y[: len(y) // 2])),
+    "labels rolled": stepping(lambda _, x, y: (x, y.roll(1))),
+    "first pixels again": stepping(first_pixels_again),
+    "forgotten momentum": stepping(forgotten_momentum),
+    "every second update": replacing(Training, "step", every_second_update),
+    "nothing after step 3": replacing(Training, "step", nothing_after_step_3),
+    "severed": updating(lambda t: setattr(t.model, "severed", True)),
+    "one weight severed": updating(lambda t: t.model.bn1.bias.register_hook(torch.zeros_like)),
+    "stale gradients": updating(lambda t: setattr(t.optimizer, "zero_grad", lambda **_: None)),
+    "statistics at rest": updating(lambda t: setattr(t.model.bn1, "momentum", 0.0)),
+    "block left out": updating(lambda t: setattr(t.model, "layer1", nn.Identity())),
     "no momentum": other_settings(momentum=0.0, nesterov=False),
     "no Nesterov": other_settings(nesterov=False),
     "no weight decay": other_settings(weight_decay=0.0),
     "wrong mean": normalised_with(mean=(0.485, 0.456, 0.406)),
     "wrong deviation": normalised_with(std=(0.229, 0.224, 0.225)),
-    "not cropped": drawn_otherwise(not_cropped),
-    "not mirrored": drawn_otherwise(not_mirrored),
-    "epochs alike": epochs_alike,
-    "batches known before go": batches_known_before_go,
-    "rate 5% high": rate_5_percent_high,
-    "rate never falls": rate_that_never_falls,
-    "no label smoothing": lambda patch: patch.setattr(Training, "loss", no_smoothing),
-    "tested in training mode": lambda patch: patch.setattr(
-        Training, "evaluate", evaluated_in_training_mode
+    "not cropped": replacing(Plan, "batch", not_cropped),
+    "not mirrored": replacing(Plan, "batch", not_mirrored),
+    "epochs alike": drawn_with(lambda seed, epoch: (seed, 0)),
+    "batches known before go": drawn_with(lambda seed, epoch: (7, epoch)),
+    "rate 5% high": replacing(Schedule, "at", lambda self, step: 1.05 * true_at(self, step)),
+    "rate never falls": replacing(Schedule, "at", lambda self, step: self.highest),
+    "no label smoothing": replacing(Training, "loss", no_smoothing),
+    "tested in training mode": evaluating(lambda self, images: self.logits(images)),
+    "tested on nine classes": evaluating(lambda self, images: true_evaluate(self, images)[:, :9]),
+    "tested on one image": evaluating(
+        lambda self, images: true_evaluate(self, images[:1]).expand(len(images), -1)
     ),
-    "tested on nine classes": lambda patch: patch.setattr(
-        Training, "evaluate", logits_of_nine_classes
-    ),
-    "tested on one image": lambda patch: patch.setattr(
-        Training, "evaluate", evaluated_on_first_image
-    ),
-}  # fmt: skip
+}
 UNSEEN_IN_BF16 = ("no weight decay",)
 """Smaller than what a plain step in bf16 loses."""
 
