@@ -5,7 +5,7 @@ import copy
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from labs import shared
 from labs.cifar10_roofline import checkpoints, data, gate, request, step
 from labs.cifar10_roofline.data import Batches, Dataset
 from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
-from workshop import errors, labs, records, results
+from workshop import errors, labs, records, results, tables
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.gate.steps import shown
 from workshop.judge import lab_record
@@ -185,9 +185,6 @@ def new_run(
 
 def train(ready: Run) -> int:
     """Trains all epochs, saves, checks, writes the result; the exit status."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
     training, record, arguments = ready.training, ready.record, ready.arguments
     startup.watch_compilers(torch_compile=training.variant.compile)
     if ready.turn.judged:  # trains a step, beside other processes, and takes it back
@@ -198,38 +195,29 @@ def train(ready: Run) -> int:
         ready.turn.wait()
     clock, losses = Clock(training.device, ready.turn), list[Tensor]()
     record.step_ms = clock.step_ms
-    first = ready.epoch
-    console = Console(stderr=True)
-    columns = (BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn())
+    first, steps = ready.epoch, ready.batches.steps
     print(_headline(ready), flush=True)
     start = time.perf_counter()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=training.problem.schedule.total)
-        progress.update(task, completed=training.done)
-        while ready.epoch < arguments.epochs:
-            advance = partial(progress.advance, task)
-            progress.update(task, description=f"epoch {ready.epoch + 1}")
-            _epoch(ready, clock, losses, advance)
-            steps = ready.batches.steps
-            _end_epoch(ready, clock.step_ms[-steps:], torch.stack(losses[-steps:]).tolist())
+    while ready.epoch < arguments.epochs:
+        _epoch(ready, clock, losses)
+        _end_epoch(ready, clock.step_ms[-steps:], torch.stack(losses[-steps:]).tolist())
     record.setup_s["training"] = time.perf_counter() - start
     return _finish(ready, losses, ready.epoch - first)
 
 
 def _headline(ready: Run) -> str:
     r, steps = ready.record, ready.batches.steps
-    lines = [
-        f"{r.subject}: {r.variant}, on {r.device['name']}",
+    compiles = "\nthe first step compiles: minutes, the first time"
+    return (
+        f"{r.subject}: {r.variant}, on {r.device['name']}\n"
         f"epochs: {ready.arguments.epochs}, of {steps} steps each with "
-        f"{(r.flops_per_step or 0) / 1e12:.3f} TFLOP",
-    ]
-    lines += ["the first step compiles: minutes, the first time"] * ready.training.variant.compile
-    return "\n".join(lines)
+        f"{(r.flops_per_step or 0) / 1e12:.3f} TFLOP"
+    ) + compiles * ready.training.variant.compile
 
 
-def _epoch(ready: Run, clock: Clock, losses: list[Tensor], advance: Callable[[], object]) -> None:
+def _epoch(ready: Run, clock: Clock, losses: list[Tensor]) -> None:
     """Trains one epoch; a step's time has the wait for its batch in it."""
-    training = ready.training
+    training, steps = ready.training, ready.batches.steps
 
     def go() -> dict[str, Any]:
         ready.turn.answer(partial(_show, ready), ready.record)
@@ -240,13 +228,13 @@ def _epoch(ready: Run, clock: Clock, losses: list[Tensor], advance: Callable[[],
 
     training.model.train()
     drawn = go()
-    for images, labels in ready.batches.epoch(drawn["seed"], ready.epoch):
+    batches = ready.batches.epoch(drawn["seed"], ready.epoch)
+    for images, labels in tables.tracked(batches, f"epoch {ready.epoch + 1}", steps):
         losses.append(training.step(images, labels))
         clock.mark()
-        if training.done == drawn["until"] and training.done % ready.batches.steps:
+        if training.done == drawn["until"] and training.done % steps:
             stop()
             drawn = go()
-        advance()
     stop()
 
 
@@ -371,12 +359,13 @@ def _summary(ready: Run, path: Path) -> None:
         print(f"FAIL: {'; '.join(record.gate.failures)}")
     else:
         ms = median(record.step_ms)
+        rate, tflops = record.units_per_step / ms * 1e3, (record.flops_per_step or 0) / ms / 1e9
         print(
-            f"pass (against {record.gate.reference}); {ms:.2f} ms a step: "
-            f"{record.units_per_step / ms * 1e3:,.0f} images/s, "
-            f"{(record.flops_per_step or 0) / ms / 1e9:.2f} TFLOP/s, data loading included"
+            f"pass (against {record.gate.reference}); {ms:.2f} ms a step: {rate:,.0f} images/s, "
+            f"{tflops:.2f} TFLOP/s, data loading included"
         )
-        print(*record.plausibility, sep="\n", end="\n" * bool(record.plausibility))
+        for sentence in record.plausibility:
+            print(sentence)
     print(f"test accuracy {record.metrics['test_accuracy']:.2%} on {ready.dataset.name}, "
           f"best {ready.best_accuracy:.2%}; {record.setup_s['training']:.1f} s")  # fmt: skip
     print(f"Written: {path}, and to {ready.arguments.out_dir}: {ready.path('*').name}")
