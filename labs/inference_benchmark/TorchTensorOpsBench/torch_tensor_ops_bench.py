@@ -294,9 +294,9 @@ def show(runs: list[LabRun], folder: Path) -> None:
     (path,) = {records.add(run, folder) for run in runs}
     contents: dict[Path, results.Content] = {written: text}
     if importlib.util.find_spec("matplotlib") and drawn.points:
-        from workshop.roofline import figures
+        from workshop.show import roofline_chart
 
-        contents[picture] = lambda path: figures.draw(drawn, path, labels=len(drawn.points))
+        contents[picture] = lambda path: roofline_chart.draw(drawn, path, labels=len(drawn.points))
     results.write_together(contents, gone=[picture])
     if importlib.util.find_spec("rich") is None:
         print(text)
