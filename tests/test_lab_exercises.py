@@ -115,13 +115,10 @@ def is_training(run: LabRun) -> bool:
 
 
 MISSING = [
-    ("inference_5_gpus", lambda run: False, "--batch-size 8"),
     ("inference_5_gpus", lambda run: run.units_per_step == 8, "--batch-size 5"),
     ("inference_5_gpus", lambda run: not is_training(run), "--mode training"),
-    ("inference_6_compile", lambda run: bool(run.baseline), "--compile"),
     ("inference_6_compile", lambda run: not run.baseline, "--compare compile --precision fp32"),
     ("inference_6_compile", lambda run: run.options["precision"] == "fp32", "--precision bf16"),
-    ("inference_7_kernels", lambda run: False, "--kineto"),
     ("inference_7_kernels", lambda run: run.options["precision"] == "fp32", "--precision bf16"),
 ]
 

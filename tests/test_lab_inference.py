@@ -457,16 +457,6 @@ def test_logits_differ_between_images_and_are_of_ordinary_size(name: str) -> Non
     assert (output[0] - output[1]).std() > 0.01 * output.std()
 
 
-def test_operations_are_those_of_the_formula() -> None:
-    counted = counts.count(Small().eval(), SMALL.images(1, 0))
-    first, second = 56 * 56 * 8 * 27, 14 * 14 * 16 * 72
-    assert counted.flops == 2 * (first + second + 256 * 1000)
-    by_name = {layer.name: layer for layer in counted.layers}
-    head = by_name["head"]
-    assert (head.flops, head.moved, head.weights) == (2 * 256000, 256 + 1000, 257000)
-    assert head.intensity(4, 2) == 4 * 512000 / (2 * (4 * 1256 + 257000))
-
-
 def test_what_runs_outside_of_modules_moves_bytes_too() -> None:
     """A residual addition reads two images and writes one, in place or not; a view moves nothing; a
     product with a weight reads that once for the whole batch."""
@@ -622,24 +612,6 @@ def test_a_red_run_prints_no_throughput(capsys: pytest.CaptureFixture[str]) -> N
     output = capsys.readouterr().out
     assert "FAIL, no throughput: other logits" in output
     assert not re.search(r"Throughput:|Latency|Achieved|per second", output)
-
-
-@pytest.mark.slow
-def test_each_batch_that_is_tried_is_compiled() -> None:
-    compiled = []
-
-    def backend(graph: nn.Module, inputs: list[Tensor]) -> nn.Module:
-        compiled.append(graph)
-        return graph
-
-    def make(batch: int) -> measure.Work:
-        variant = Variant(compile={"backend": backend})
-        return studies.make_work(model, variant, Setting(SMALL, CPU, batch, 1), False)
-
-    model = Small().eval()
-    for batch in range(2, 12):
-        assert studies.runs_on_gpu(make, batch)
-    assert len(compiled) == 10
 
 
 @pytest.mark.parametrize("limit", (0, 1, 7, 1000, 4097, 2**20))

@@ -131,8 +131,6 @@ FAULTS = {
     "relu": lambda a: torch.nn.functional.leaky_relu(a, 1e-4),
     "sum": lambda a: a.view(-1)[1:].sum(),
     "prod": lambda a: a.view(-1)[: a.numel() // 2].prod(),
-    "norm": lambda a: a.norm().square(),
-    "max": lambda a: a.view(-1).sort().values[-2],
     "mean": lambda a: torch.tensor(torch.nan),
     "std": lambda a: a.std(unbiased=False),
     "argmin": lambda a: a.argmin() + 1,
@@ -186,7 +184,6 @@ def test_one_wrong_element_of_many_parts_is_red(monkeypatch) -> None:
     ("op", "op_type", "dim1", "dim2", "read", "written", "operations"),
     [
         ("add", None, "4-5", None, 160, 80, 20),
-        ("add_", None, "4-5", "5", 100, 80, 20),
         ("add", None, "4-1", "5", 36, 80, 20),
         ("eq", None, "4-5", None, 160, 20, 20),
         ("eq_", None, "4-5", None, 160, 80, 20),
@@ -195,10 +192,8 @@ def test_one_wrong_element_of_many_parts_is_red(monkeypatch) -> None:
         ("var", None, "4-5", None, 80, 4, 60),
         ("argmax", None, "4-5", None, 80, 8, 20),
         ("clone", None, "4-5", None, 80, 80, 0),
-        ("copy_", None, "4-5", None, 80, 80, 0),
         ("mm", None, "2-3", "3-5", 84, 40, 60),
         ("addmm", None, "2-3", "3-5", 104, 40, 70),
-        ("bmm", None, "7-2-3", "7-3-5", 588, 280, 420),
         ("add_", "sparse", "100-5", "3", 24 + 120, 60, 15),
     ],
 )

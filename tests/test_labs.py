@@ -132,9 +132,7 @@ def test_the_table_has_each_number_once_and_all_forms() -> None:
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"step_ms": []}, "step_ms is empty in a complete run"),
-    ({"units_per_step": 0}, "field units_per_step: expected `int` >= 1"),
     ({"gate": {"status": "fail"}}, "field gate: failures is empty, though the check failed"),
-    ({"peak_tflops": -1.0}, "field peak_tflops: expected `float` >= 1e-09"),
     ({"more": 1}, "field more is unknown"),
 ]
 
