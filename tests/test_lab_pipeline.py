@@ -18,7 +18,6 @@ from test_judge import TELLS
 from torch import Tensor
 
 from labs.data_pipeline import (
-    documents,
     gate,
     loop,
     make_dataset,
@@ -373,8 +372,8 @@ def test_a_process_has_a_time_for_each_step(made: Path, plain: PlainLoop) -> Non
     words = "--epochs 2 --workers 1 --batch-size 8 --device cpu"
     arguments = build_parser().parse_args(words.split())
     take_times = measure_pipeline.plan(arguments, "1-worker", plain, "s").take_times
-    take_times(run := lab_run(), [[1.0] * 5 + [3.0] * 5])
-    assert run.step_ms == [1.0, 3.0]
+    take_times(run := lab_run(), [[1.0, 1.0, 1.0, 1.0, 6.0] + [3.0] * 5])
+    assert run.step_ms == [2.0, 3.0]
     with pytest.raises(Closed, match="20 times of 10 steps"):
         take_times(run, [[0.5] * 20])
 
@@ -565,8 +564,3 @@ def test_the_number_of_workers_follows_from_the_rates(
     assert "one worker prepares" in printed and "workers that follow: " in printed
     if hasattr(os, "posix_fadvise"):
         assert "the storage gives one core" in printed
-
-
-def test_documents_say_what_is_not_measured() -> None:
-    parts = documents.parts([])
-    assert "Not measured yet: `python measure_pipeline.py" in parts[documents.README]["pipeline"]
