@@ -219,11 +219,6 @@ def nothing_late(ready: Loop, number: int, *batch: Tensor) -> Tensor:
     return ready.last  # type: ignore[attr-defined,no-any-return]
 
 
-def first_pixels(ready: Loop, number: int, images: Tensor, labels: Tensor) -> Tensor:
-    ready.kept = images if number == 1 else ready.kept  # type: ignore[attr-defined]
-    return true_step(ready, ready.kept, labels)  # type: ignore[attr-defined]
-
-
 def rounded(ready: Loop, number: int, *batch: Tensor) -> Tensor:
     loss = true_step(ready, *batch)
     for weight in ready.model.parameters():
@@ -285,13 +280,10 @@ INPUTS, LABELS, LOSS = "inputs of a batch are others", "labels of a batch are ot
 MOVED = "the movement of 0.weight"
 FAULTS: dict[str, tuple[Fault, str]] = {
     # The images.
-    "the same image twice": (of_item(lambda images, i: images[i - i % 2]), INPUTS),
     "other images, later": (of_item(lambda images, i: images[len(images) - 1 - i], 40), INPUTS),
     "shifted labels, later": (of_item(lambda them, i: (them[i][0], them[i - 1][1]), 40), LABELS),
-    "one image per label": (cached(lambda image, label: label), INPUTS),
     "one image per first pixel": (cached(lambda image, label: int(image[0, 0, 0]) // 8), INPUTS),
     "blue, green, red": (of_item(lambda images, i: (images[i][0].flip(0), images[i][1])), INPUTS),
-    "no augmentation": (of_loop("crop", lambda image, corner: image), INPUTS),
     "another crop": (of_loop("crop", lambda image, where: true_crop(image, where.flip(0))), INPUTS),
     "the crop of each image's first epoch": (
         of_draw(lambda epoch: (true_draw(epoch)[0], true_draw(0)[1])),
@@ -309,19 +301,16 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         "5 batches have another size",
     ),
     "a stale ring buffer": (of_batches(lambda them: (them[-2:][0][0], *them[-1][1:])), INPUTS),
-    "the first batch's images": (of_batches(lambda them: (them[0][0], *them[-1][1:])), INPUTS),
     "the first batch again": (of_batches(lambda given: given[0]), "images come twice"),
     "another order": (other_order, "in another order"),
     "an epoch is shorter": (a_step_less, "32 images for 40"),
     # The step, which shows the true inputs.
-    "half the batch": (of_step(lambda l, _, x, y: true_step(l, x[:4], y[:4])), LOSS),
     "half the batch, later": (
         of_step(lambda l, n, x, y: true_step(l, x[: 8 - n // 4], y[: 8 - n // 4])),
         LOSS,
     ),
     "every second update": (of_step(every_second), MOVED),
     "nothing after step 3": (of_step(nothing_late), MOVED),
-    "the first batch's pixels": (of_step(first_pixels), LOSS),
     "the last update, after the clock": (later, "when the clock stopped is off by"),
     "weights are rounded": (of_step(rounded), "the direction of"),
     "moments are forgotten": (of_step(forgetful), "the movement of"),
