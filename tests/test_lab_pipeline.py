@@ -460,30 +460,21 @@ def cut_off(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def zeros_in_the_middle(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + 200] = bytes(200)
-    path.write_bytes(content)
+WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "images/000017.png": (cut_off, "1-worker", "000017.png is damaged"),
+    "images/labels.json": (Path.unlink, "1-worker", "labels.json is damaged or"),
+    "images.tar": (cut_off, "webdataset", "images.tar is damaged or cut off"),
+}
+"""Files, what is done to them, the rung that reads them, and what the answer says."""
 
 
-WRONG: dict[str, tuple[str, Callable[[Path], Any], str, str]] = {
-    "a damaged PNG": ("images/000017.png", cut_off, "1-worker", "000017.png is damaged"),
-    "no labels": ("images/labels.json", Path.unlink, "1-worker", "labels.json is damaged or"),
-    "a PNG is missing": ("images/000003.png", Path.unlink, "1-worker", "000003.png is damaged"),
-    "a tar is cut off": ("images.tar", cut_off, "webdataset", "images.tar is damaged or cut off"),
-    "a zip in the middle": ("images.zip", zeros_in_the_middle, "zip", "images.zip"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("name", WRONG)
 def test_wrong_input_is_a_line(
-    case: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name, damage, rung, words = WRONG[case]
+    damage, rung, words = WRONG[name]
     folder = Path(shutil.copytree(made, tmp_path / "set"))
-    for key in ("zip", "webdataset"):
-        make_dataset.pack(folder, FORMATS[key])
+    make_dataset.pack(folder, FORMATS["webdataset"])
     damage(folder / name)
     capsys.readouterr()
     flags = ["--dataset-dir", str(folder), "--batch-size", str(BATCH), "--device", "cpu"]
@@ -524,8 +515,7 @@ def test_the_command_measures_rungs_in_turns(
     rows = {row.first.variant: row for [*group] in labs.newest(runs) for row in group}
     assert rows["flat"].speedup and rows["flat"].first.baseline == "1-worker"
     assert (tmp_path / "ladder_cnn.png").stat().st_size > 5000
-    written = (tmp_path / "pipeline.md").read_text()
-    assert "| flat | on-device | flat in place of PNG files |" in written
+    assert "| flat | " in (tmp_path / "pipeline.md").read_text()
 
 
 def test_a_red_rung_gets_no_throughput(
@@ -541,16 +531,12 @@ def test_a_red_rung_gets_no_throughput(
     assert run.status == "gate failed" and labs.build_rows([run])[0].units_per_s is None
 
 
+ON_GPU = [("resident-graph", False), ("resident-graph", True), ("resnet50-graph", False),
+          ("resnet50-ahead", False)]  # fmt: skip
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("rung", "faulty"),
-    [
-        ("resident-graph", False),
-        ("resident-graph", True),
-        ("resnet50-graph", False),
-        ("resnet50-ahead", False),
-    ],
-)
+@pytest.mark.parametrize(("rung", "faulty"), ON_GPU)
 def test_a_graph_trains_the_same(
     rung: str, faulty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

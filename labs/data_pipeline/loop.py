@@ -56,9 +56,7 @@ class Settings:
     channels_last: bool = False
     amp: bool = False  # fp16 where it is safe, and a loss that is scaled
     compile: bool = False
-    graph: bool = (
-        False  # a step is a graph of its kernels, captured once, launched as one; on a GPU
-    )
+    graph: bool = False  # a step is one graph of its kernels, captured once; on a GPU
     ahead: bool = False
     """A batch is copied to the GPU while the step before it runs, and the workers go on into the
     next epoch while one ends, up to `Order.last`."""

@@ -225,7 +225,7 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> int:
     groups = [sorted(group, key=rungs.place) for group in labs.newest(runs)]
     rows = [row for group in groups for row in group]
     shown = [table for group in groups for table in (*speed_tables(group), rates_table(group))]
-    shared.show([*shown, changes_table(arguments.workers, names)], rows, folder / "pipeline.md")
+    shared.show(shown, rows, folder / "pipeline.md")
     _show_profiles(rows, folder, profiles)
     return shared.status_of(rows, interrupted)
 
@@ -316,14 +316,6 @@ def rates_table(rows: Sequence[LabRow]) -> Table:
     ]
     header = ("images/s of a part", *columns, "waits", "GPU busy")
     return Table("alone", header, lines, notes, continues=True)
-
-
-def changes_table(workers: int, names: Sequence[str]) -> Table:
-    """A line for each rung."""
-    found = [rungs.BY_NAME[name] for name in names]
-    lines = [Line([rung.name, rung.after or "-", rung.words.format(workers=workers)])
-             for rung in found]  # fmt: skip
-    return Table("what each rung changes", ("rung", "after", "change"), lines, left=(0, 1, 2))
 
 
 def show_rates(arguments: argparse.Namespace, device: torch.device) -> int:

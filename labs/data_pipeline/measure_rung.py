@@ -214,7 +214,6 @@ def train(record: LabRun, loop: Loop, epochs: int, turn: Turn) -> Seen:
     record.losses = results.finite(torch.stack(seen.losses).tolist())
     record.setup_s |= {"warm_up": sum(settling) / 1e3, "compile": startup.compile_seconds()}
     record.options |= {"steps_per_epoch": len(times) // epochs, "epochs": epochs}
-    record.metrics["longest_step_ms"] = max(times)
     if on_gpu:
         peak = torch.cuda.max_memory_allocated(loop.device)
         record.memory_mb = memory.break_down(peak, loop.model, loop.optimizer, "allocator")

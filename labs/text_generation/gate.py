@@ -81,7 +81,7 @@ class Check(turn.Check):
         self._taken.append(proof)
 
     def judge(self, ask: Callable[..., Message], run: LabRun) -> None:
-        """Fills in the gate, and the share of tokens that Hugging Face's loop takes too."""
+        """Fills in the gate."""
         with expected():
             ends = sorted({0, len(self._given) - 1})
             told = {i: self._taken[i] if self._greedy else ask(batch=i).tensors for i in ends}
@@ -94,7 +94,6 @@ class Check(turn.Check):
             plain = _worst(self.loaded, loops)
             allowed = MOST_TIMES * plain + FLOOR * self._precision.unit_roundoff
             reference += f"; its own loop is {plain:.1e} from it"
-            run.metrics["tokens_as_hugging_face"] = _same(chosen, loops)
         error, allowed = _worst(self.loaded, chosen), min(MOST, allowed)
         failed = not error <= allowed
         failure = (
@@ -135,17 +134,6 @@ def _loop(loaded: Loaded, batch: Batch, rows: list[list[int]]) -> list[list[int]
     """The tokens of Hugging Face's loop, as many as the longest of `rows` has."""
     answer = HuggingFace(loaded.model, loaded).generate(batch.ids, batch.mask, max(map(len, rows)))
     return [until_end(row, loaded.ends) for row in answer.tokens.tolist()]
-
-
-def _same(chosen: Chosen, loops: Chosen) -> float:
-    """The share of tokens that two engines have in common."""
-    same = [
-        a == b
-        for (_, ours), (_, theirs) in zip(chosen, loops, strict=True)
-        for row, other in zip(ours, theirs, strict=True)
-        for a, b in zip(row, other, strict=False)
-    ]
-    return sum(same) / len(same)
 
 
 def _worst(loaded: Loaded, chosen: Chosen) -> float:

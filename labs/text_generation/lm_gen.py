@@ -56,6 +56,8 @@ costs: its time, and the bytes that are read for it.
 """
 HIDDEN = ("--model_path", "--input_file", "--output_file", "--output-dir", "--copy-gbs")
 """Flags that are left out of a record's command: their values are of this machine."""
+TOO_LARGE = """out of memory: {}; take a smaller --batch_size, fewer --num_tokens, or spread the \
+model with --device_map auto"""
 BETWEEN = "\n" + 40 * "-" + "\n"
 """Separates two texts of the output file."""
 
@@ -201,20 +203,13 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.output_file = arguments.output_dir = None
             arguments.candidate = False
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
-        stack.enter_context(trainer.memory_failure_as(_too_large))
+        stack.enter_context(trainer.memory_failure_as(lambda a: OutOfMemory(TOO_LARGE.format(a))))
         loaded = models.load(arguments, device, precision, stack)
         with engines.deepspeeds_errors(arguments.engine):
             job = prepare(arguments, loaded, texts, precision)
             _warm_up(job)
         generate(job)
         return _finish(job)
-
-
-def _too_large(asked: str) -> OutOfMemory:
-    return OutOfMemory(
-        f"out of memory: {asked}; take a smaller --batch_size, fewer --num_tokens, or spread the "
-        "model with --device_map auto"
-    )
 
 
 def prepare(
@@ -320,7 +315,7 @@ def generate(job: Job) -> None:
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     greedy = {}
     if arguments.temperature:  # in all processes that share the model
-        for i in {0, len(job.batches) - 1}:
+        for i in sorted({0, len(job.batches) - 1}):
             batch = job.batches[i]
             greedy[i] = job.engine.generate(batch.ids, batch.mask, arguments.num_tokens).tokens
     turn.answer(lambda batch: ({"tokens": greedy[batch]}, {}), job.record)
@@ -407,7 +402,6 @@ def _measure(job: Job, peak: int) -> None:
     record.step_ms = [s * 1e3 for answer, _ in done for s in answer.step_s]
     record.metrics |= {
         "first_token_ms": median(firsts) * 1e3,
-        "prefill_flops": flops[0],
         "prefill_tflops": median([a / b / 1e12 for a, b in zip(flops, firsts, strict=True)]),
         "written_tokens_per_s": written / seconds,
     }

@@ -210,7 +210,7 @@ def make_prompts(batch: int, size: int, draw: random.Random) -> list[str]:
 def _runs(
     arguments: argparse.Namespace, study: Study, left: list[tuple[Shape, Kind]]
 ) -> Iterator[LabRun]:
-    """Each run as it ends; what did not complete is not tried again."""
+    """Each run as it ends."""
     for shape, kind in [*left]:
         package = kind[0].split(", ")[0]
         try:
@@ -218,23 +218,15 @@ def _runs(
         except NotOnThisMachine as missing:
             left.remove((shape, kind))
             yield plan(study, shape, kind).skipped(str(missing))
-    for repeat in range(arguments.repeats):
-        ordered = left[:: 1 - 2 * (repeat % 2)]
-        alone = [which for which in ordered if _prepares_alone(which[1], repeat)]
-        beside = [which for which in ordered if which not in alone]
-        for chosen, jobs in ((beside, arguments.jobs), (alone, 1)):
-            plans = [plan(study, *which) for which in chosen]
-            for which, run in zip(chosen, studies.in_turns(plans, jobs), strict=True):
-                if run.status != "complete":
-                    left.remove(which)
-                yield run
 
+    def alone(which: tuple[Shape, Kind], repeat: int) -> bool:
+        # Compilers time kernels on the device to choose among them; later processes find the
+        # choice in their caches. And processes that wait for each other keep their devices busy.
+        engine, processes = which[1]
+        return processes > 1 or (not repeat and engine in COMPILED)
 
-def _prepares_alone(kind: Kind, repeat: int) -> bool:
-    """Compilers time kernels on the device to choose among them; later processes find the choice in
-    their caches. And processes that wait for each other keep their devices busy."""
-    engine, processes = kind
-    return processes > 1 or (not repeat and engine in COMPILED)
+    repeats, jobs = arguments.repeats, arguments.jobs
+    yield from shared.alternating(left, repeats, lambda it, _: plan(study, *it), jobs, alone)
 
 
 def plan(study: Study, shape: Shape, kind: Kind) -> studies.Plan:
