@@ -1,4 +1,4 @@
-"""Keeps a session's raw samples as a baseline, and says whether a later one is slower.
+"""Keeps a comparison's raw samples as a baseline, and says whether a later one is slower.
 
     regression_tester.py baseline save --config small medium
     regression_tester.py check --threshold 3%
@@ -23,104 +23,88 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
     import_torch()
 
-from analysis_tools import compare_versions  # noqa: E402
-from workshop import (  # noqa: E402
-    errors,
-    records,
-    results,
-    tables,
-    versions,
-)
-from workshop.arguments import parse  # noqa: E402
-from workshop.compare import regression, rows  # noqa: E402
-from workshop.compare.regression import ALARMS, Baseline, Finding  # noqa: E402
+from workshop import errors, records, results, tables  # noqa: E402
+from workshop.arguments import option, read_command  # noqa: E402
+from workshop.compare import regression, rows, sessions  # noqa: E402
+from workshop.compare.regression import ALARMS, Finding  # noqa: E402
+from workshop.compare.sessions import Asked  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError, printable  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.run import hardware  # noqa: E402
 from workshop.run.presets import PRESETS  # noqa: E402
-from workshop.tables import (  # noqa: E402
-    Line,
-    Table,
-    escape,
-    print_tables,
-)
+from workshop.tables import Line, Table, escape, print_tables  # noqa: E402
 
 FOLDER = "regression"
 """Below an output folder."""
-DEFAULT_BASELINE = results.DEFAULT_FOLDER / FOLDER / "baseline.json"
+DEFAULT_BASELINE = results.DEFAULT_FOLDER / FOLDER / "baseline.jsonl"
 REPEATS = 10
+IN_RESULTS = "(default: results/regression/baseline.jsonl of this checkout)"
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0 done, 1 a version is slower or failed, 2 wrong usage, 77 not "
-        "comparable or too noisy,\n130 interrupted.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    baseline = commands.add_parser("baseline", help="`baseline save` keeps a session to check by")
-    actions = baseline.add_subparsers(dest="action", required=True, metavar="save")
-    _add_save(actions)
-    _add_check(commands)
-    return parser
-
-
-def _add_save(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    what = "run the versions, or take result files, and keep their raw samples"
-    parser = actions.add_parser("save", help=what, description=what)
-    compare_versions.add_run_flags(parser, repeats=REPEATS)
-    _add_baseline(parser, "where to keep it")
-    what = "run nothing: take each DIR's newest session of each version and size"
-    parser.add_argument("--from-results", type=Path, nargs="+", metavar="DIR", help=what)
-    what = "the runs go to OUTPUT_DIR/runs/ (default: results/ of this checkout)"
-    parser.add_argument("--output-dir", type=Path, default=results.DEFAULT_FOLDER, help=what)
-    parser.set_defaults(work=save_baseline, versions=None)  # of result files: all that they have
-
-
-def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    what = "run the baseline's versions again, or take result files, and say what is slower"
-    parser = commands.add_parser("check", help=what, description=what)
-    _add_baseline(parser, "of `baseline save`")
-    add = parser.add_argument
-    what = "the least change that counts (default 3%%)"
-    add("--threshold", type=_percent, default="3%", metavar="P%", help=what)
-    add("--force", action="store_true", help="compare with another device or software too")
-    add("--versions", nargs="+", metavar="V", help="of the baseline's (default: all)")
-    add("--repeats", type=int, metavar="N", help="processes a version (default: the baseline's)")
-    add("--num-steps", type=int, metavar="N", help="timed steps a run (default: the baseline's)")
-    add("--device", help="cpu, cuda or cuda:N (default: of the baseline's kind)")
-    add("--from-results", type=Path, metavar="DIR", help="run nothing: judge DIR's newest session")
-    add("--junit", type=Path, metavar="FILE", help="write the verdicts for a CI system, too")
-    add("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown, too")
-    what = (
-        "regression/check.json and runs/ go there (default: results/ of this checkout); with "
-        "--from-results nothing is written there unless it is given"
-    )
-    add("--output-dir", type=Path, help=what)
-    parser.set_defaults(work=check)
-
-
-def _add_baseline(parser: argparse.ArgumentParser, what: str) -> None:
-    what += " (default: results/regression/baseline.json of this checkout)"
-    parser.add_argument(
-        "--baseline", type=Path, default=DEFAULT_BASELINE, metavar="FILE", help=what
-    )
-
-
-def _percent(text: str) -> float:
+def percent(text: str) -> float:
+    """An argument's type: `3%` is 0.03."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
     if not match or not 0 < float(match[1]) <= 100:
         raise argparse.ArgumentTypeError(f"{text!r} is no percentage above 0%, such as 3%")
     return float(match[1]) / 100
 
 
+@dataclass
+class Save(Asked):
+    """Options of `baseline save`."""
+
+    repeats: int = option("processes a version", REPEATS)
+    baseline: Path = option(f"where to keep it {IN_RESULTS}", DEFAULT_BASELINE, metavar="FILE")
+    from_results: list[Path] | None = option(
+        "run nothing: take each DIR's newest session of each version and size", metavar="DIR"
+    )
+
+
+@dataclass
+class Check:
+    """Options of `check`."""
+
+    baseline: Path = option(f"of `baseline save` {IN_RESULTS}", DEFAULT_BASELINE, metavar="FILE")
+    threshold: float = option(
+        "the least change that counts (default 3%%)", 0.03, type=percent, metavar="P%"
+    )
+    force: bool = option("compare with another device or software too")
+    versions: list[str] | None = option("of the baseline's (default: all)", metavar="V")
+    repeats: int | None = option("processes a version (default: the baseline's)")
+    num_steps: int | None = option("timed steps a run (default: the baseline's)")
+    device: str | None = option("cpu, cuda or cuda:N (default: of the baseline's kind)")
+    from_results: Path | None = option("run nothing: judge DIR's newest session", metavar="DIR")
+    junit: Path | None = option("write the verdicts for a CI system, too", metavar="FILE")
+    markdown: Path | None = option("write the tables as Markdown, too", metavar="FILE")
+    output_dir: Path = option(
+        "regression/check.json and runs/ go there (default: results/ of this checkout); with "
+        "--from-results nothing is written there unless it is given",
+        results.DEFAULT_FOLDER,
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
-    arguments = parse(build_parser(), words)
-    arguments.words = ["python", Path(__file__).name, *words]
+    work, options = read_command(
+        {
+            "baseline save": (
+                save_baseline,
+                Save,
+                "run the versions, or take result files, and keep their raw samples",
+            ),
+            "check": (
+                check,
+                Check,
+                "run the baseline's versions again, or take result files, and say what is slower",
+            ),
+        },
+        argv,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit status: 0 done, 1 a version is slower or failed, 2 wrong usage, 77 not "
+        "comparable or too noisy,\n130 interrupted.",
+    )
     return errors.exit_status(
-        lambda: arguments.work(arguments),
+        lambda: work(options),
         interrupted="interrupted: nothing judged; the completed runs are in OUTPUT_DIR/runs/",
     )
 
@@ -128,47 +112,44 @@ def main(argv: list[str] | None = None) -> int:
 # --- the commands --------------------------------------------------------------------------------
 
 
-def save_baseline(arguments: argparse.Namespace) -> int:
+def save_baseline(options: Save) -> int:
     errors.require("rich")
-    results.prepare_file(arguments.baseline, "--baseline")
-    if arguments.from_results:
-        folders = [_load(folder, arguments.versions) for folder in arguments.from_results]
+    results.prepare_file(options.baseline, "--baseline")
+    if options.from_results:
+        folders = [_load(folder, options.versions) for folder in options.from_results]
     else:
-        folders = [_run(arguments)]
-    words = [Path(word).name if word.startswith("/") else word for word in arguments.words]
-    baseline, left_out = regression.make_baseline(folders, words)
-    results.write_json(arguments.baseline, dataclasses.asdict(baseline))
-    for finding in left_out:
-        line = f"left out: {finding.label}: {finding.verdict}, {finding.note}"
+        folders = [_run(options)]
+    baseline, skipped = regression.make_baseline(folders)
+    comparison = records.Comparison.of(baseline[0])
+    comparison.runs += baseline
+    comparison.write(options.baseline)
+    for finding in skipped:
+        line = f"skipped: {finding.label}: {finding.verdict}, {finding.note}"
         print(printable(line), file=sys.stderr)
-    labels = dict.fromkeys(f"{r.version} {r.config_name} {r.precision}" for r in baseline.runs)
-    print(f"Written: {arguments.baseline} ({len(baseline.runs)} runs)")
-    print("\n".join(f"  {printable(label)}" for label in labels))
-    failed = any(finding.verdict == regression.FAILED for finding in left_out)
+    print(f"Written: {options.baseline} ({len(baseline)} runs)")
+    for label in dict.fromkeys(f"{r.version} {r.config_name} {r.precision}" for r in baseline):
+        print(f"  {printable(label)}")
+    failed = any(finding.verdict == regression.FAILED for finding in skipped)
     return errors.ANSWER_IS_NO if failed else errors.DONE
 
 
-def check(arguments: argparse.Namespace) -> int:
+def check(options: Check) -> int:
     errors.require("rich")
-    baseline = regression.load_baseline(arguments.baseline)
-    for target, flag in ((arguments.junit, "--junit"), (arguments.markdown, "--markdown")):
+    baseline = _of_versions(regression.load_baseline(options.baseline), options.versions)
+    for target, flag in ((options.junit, "--junit"), (options.markdown, "--markdown")):
         if target is not None:
             results.prepare_file(target, flag)
-    writes = arguments.from_results is None or arguments.output_dir is not None
-    arguments.output_dir = arguments.output_dir or results.DEFAULT_FOLDER
-    baseline.runs = _of_versions(baseline.runs, arguments.versions)
-    if arguments.from_results is None:
-        runs = _run_again(baseline, arguments)
+    if options.from_results is None:
+        runs = _run_again(baseline, options)
     else:
-        runs = _load(arguments.from_results, arguments.versions)
-    findings = regression.check(
-        baseline, runs, threshold=arguments.threshold, force=arguments.force
-    )
-    report = Report(findings, baseline, arguments.baseline, arguments.threshold)
+        runs = _load(options.from_results, options.versions)
+    findings = regression.check(baseline, runs, threshold=options.threshold, force=options.force)
+    report = Report(findings, baseline[0], options.baseline, options.threshold)
+    writes = options.from_results is None or options.output_dir is not results.DEFAULT_FOLDER
     targets = [
-        (arguments.output_dir / FOLDER / "check.json" if writes else None, as_json),
-        (arguments.markdown, as_markdown),
-        (arguments.junit, as_junit),
+        (options.output_dir / FOLDER / "check.json" if writes else None, as_json),
+        (options.markdown, as_markdown),
+        (options.junit, as_junit),
     ]
     written = {target: render(report) + "\n" for target, render in targets if target is not None}
     for target in written:
@@ -199,64 +180,62 @@ def _of_versions(runs: list[RunResult], keys: list[str] | None) -> list[RunResul
     return [run for run in runs if not keys or run.version in keys]
 
 
-def _run(arguments: argparse.Namespace) -> list[RunResult]:
-    """The versions' runs, as compare_versions trains them.
+def _run(asked: Asked) -> list[RunResult]:
+    """The versions' runs, as compare_versions.py trains them.
 
     Raises:
         KeyboardInterrupt: Ctrl-C ended them.
         WorkshopError: too few processes to know how they scatter.
     """
-    if arguments.repeats < regression.LEAST_PROCESSES:
+    if asked.repeats < regression.LEAST_PROCESSES:
         least = f"takes at least {regression.LEAST_PROCESSES}; {REPEATS} are better"
-        raise WorkshopError(f"--repeats {arguments.repeats}: the scatter between processes {least}")
-    arguments.versions = arguments.versions or versions.available()
-    plans = compare_versions.make_plans(arguments)
-    results.prepare_folder(arguments.output_dir)
-    runs, interrupted = compare_versions.run_plans(plans, arguments, results.new_session())
+        raise WorkshopError(f"--repeats {asked.repeats}: the scatter between processes {least}")
+    planned = sessions.plan(asked)
+    results.prepare_folder(asked.output_dir)
+    runs, interrupted = sessions.run_plans(planned, asked, results.new_session())
     if interrupted:
         raise KeyboardInterrupt
     return runs
 
 
-def _run_again(baseline: Baseline, arguments: argparse.Namespace) -> list[RunResult]:
+def _run_again(baseline: list[RunResult], options: Check) -> list[RunResult]:
     """The baseline's versions, run anew by its options and those that were given instead.
 
     Raises:
         NotOnThisMachine: the machine is not the baseline's.
         WorkshopError: the baseline has no size that can be run by its name.
     """
-    runs = [run for run in baseline.runs if run.config_name in PRESETS]
+    runs = [run for run in baseline if run.config_name in PRESETS]
     if not runs:
         raise WorkshopError("the baseline has no preset's runs: run your own, then --from-results")
     first = runs[0]
     synthetic = str(first.data.get("name")).startswith("synthetic")
-    options = {
-        "versions": list(dict.fromkeys(run.version for run in runs)),
-        "config": list(dict.fromkeys(run.config_name for run in runs)),
-        "precision": list(dict.fromkeys(run.precision for run in runs)),
-        "data": "synthetic" if synthetic else "text",
-        "num_steps": first.options.get("num_steps", len(first.step_ms)),
-        "warmup_steps": first.warmup_steps,
-        "repeats": regression.repeats(runs),
-        "jobs": 1,
-        "device": first.device.get("type", "auto"),
-        "seed": first.options.get("seed", 42),
-        "output_dir": arguments.output_dir,
-    }
-    given = {name: getattr(arguments, name) for name in ("repeats", "num_steps", "device")}
-    options |= {name: value for name, value in given.items() if value is not None}
-    fresh = argparse.Namespace(**options)
+    asked = Asked(
+        versions=list(dict.fromkeys(run.version for run in runs)),
+        config=list(dict.fromkeys(run.config_name for run in runs)),
+        precision=list(dict.fromkeys(run.precision for run in runs)),
+        data="synthetic" if synthetic else "text",
+        num_steps=int(first.options.get("num_steps") or len(first.step_ms)),
+        warmup_steps=first.warmup_steps,
+        repeats=regression.repeats(runs),
+        device=str(first.device.get("type", "auto")),
+        seed=int(first.options.get("seed") or 0),
+        output_dir=options.output_dir,
+    )
+    for name in ("repeats", "num_steps", "device"):
+        if (given := getattr(options, name)) is not None:
+            setattr(asked, name, given)
     here = dataclasses.replace(
         first,
-        device=hardware.describe(hardware.get_device(fresh.device)),
+        device=hardware.describe(hardware.get_device(asked.device)),
         software=results.describe_software(),
     )
     differences = regression.differing(first, here)
-    if differences and not arguments.force:
+    if differences and not options.force:
         listed = printable("; ".join(differences))
         remedy = "save a baseline here, or use --force"
-        raise NotOnThisMachine(f"not comparable with {arguments.baseline}: {listed}; {remedy}")
-    return _run(fresh)
+        raise NotOnThisMachine(f"not comparable with {options.baseline}: {listed}; {remedy}")
+    return _run(asked)
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -268,10 +247,10 @@ STYLES |= {regression.FASTER: "green", regression.TOO_NOISY: "yellow"}
 
 @dataclass(frozen=True)
 class Report:
-    """The findings, and the baseline that they are against."""
+    """The findings, and the baseline that they are against, by its first run."""
 
     findings: list[Finding]
-    baseline: Baseline
+    baseline: RunResult
     path: Path
     threshold: float
 
@@ -339,7 +318,7 @@ def _notes(findings: list[Finding]) -> list[str]:
     """Each note once, with the versions that share it. Of noisy metrics only the step's."""
     lines: dict[str, dict[str, None]] = {}
     for f in findings:
-        if f.note and (f.verdict != regression.TOO_NOISY or f.metric == regression.STEP.name):
+        if f.note and (f.verdict != regression.TOO_NOISY or f.metric == regression.STEP):
             lines.setdefault(f.note, {})[f"{f.version} {f.variant}".strip()] = None
     return [printable(f"{', '.join(labels)}: {line}") for line, labels in lines.items()]
 
@@ -365,7 +344,7 @@ def as_json(report: Report) -> str:
         "false_alarms": regression.FALSE_ALARMS,
         "baseline": {
             name: getattr(report.baseline, name)
-            for name in ("created", "git_commit", "device", "software", "command")
+            for name in ("created", "git_commit", "device", "software")
         },
         "findings": [dataclasses.asdict(finding) for finding in report.findings],
     }

@@ -5,7 +5,6 @@ Programs and flags are found, not listed: a new one is in these tests by itself.
 
 import argparse
 import atexit
-import dataclasses
 import os
 import runpy
 import signal
@@ -21,20 +20,19 @@ import pytest
 import stored_runs
 import torch
 
-from analysis_tools import compare_versions
 from labs.cifar10_roofline import loop as cifar_loop
 from labs.cifar10_roofline import networks as cifar_networks
 from labs.inference_benchmark import measure
 from labs.inference_benchmark.modes import Variant
-from workshop import errors, records, results
+from workshop import errors, records
 from workshop.arguments import count
-from workshop.compare import regression
+from workshop.compare import sessions
 from workshop.exercises import sheet
 from workshop.gate import canonical, parity
 from workshop.results import RunResult
-from workshop.roofline import figures
 from workshop.roofline import inputs as roofline_inputs
 from workshop.run import trainer
+from workshop.show import roofline_chart
 from workshop.versions import PEERS, VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -144,7 +142,7 @@ NEEDS = {
     PLOT: {"report": ["--report", NCU_CSV]},
     "analysis_tools/report_generator.py": {"results": ["--results", "runs"]},
     "analysis_tools/regression_tester.py check": {
-        "baseline": ["--baseline", "baseline.json"],
+        "baseline": ["--baseline", "baseline.jsonl"],
         "from_results": ["--from-results", "runs"],
     },
     "analysis_tools/roofline_analysis.py": {
@@ -157,7 +155,7 @@ NEEDS = {
     },
 }
 """The flags that a program or its subcommand can't do without, by argument."""
-FORCED = ["--baseline", "baseline.json", "--device", "cpu", "--force"]
+FORCED = ["--baseline", "baseline.jsonl", "--device", "cpu", "--force"]
 INSTEAD = {
     (BENCHMARK, "--rank"): ["--network", "resnet18", "--distributed_dataparallel"],
     (PLOT, "--ai"): ["--gflops", "1"],
@@ -183,10 +181,8 @@ def apart(monkeypatch, tmp_path) -> Iterator[Path]:
     (tmp_path / "file").touch()
     for version in ("v1", "v4"):
         stored_runs.write(tmp_path / "runs", stored_runs.reference(version))
-    baseline, _ = regression.make_baseline(
-        [5 * records.load_folder(tmp_path / "runs", RunResult)], []
-    )
-    results.write_json(tmp_path / "baseline.json", dataclasses.asdict(baseline))
+    for run in 5 * records.load_folder(tmp_path / "runs", RunResult):
+        records.save(run, tmp_path / "baseline.jsonl")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     threads = torch.get_num_threads()
     yield tmp_path
@@ -377,7 +373,7 @@ TOGETHER = [
     (COMPARE, "--from-results empty", "no result files"),
     (COMPARE, "--from-results runs --config large", "no runs of the --vers"),
     (COMPARE, "--from-results cut", "cut.jsonl: line 1: no valid JSON"),
-    (COMPARE, "--waterfall --sweep seq-len 1", "not allowed with argument"),
+    (COMPARE, "--waterfall --sweep seq-len 1", "give one of them"),
     (COMPARE, "--waterfall v2", "--waterfall v2: choose from v4, v3"),
     (COMPARE, "--waterfall --versions v3", "--versions: name a waterfall's end"),
     (COMPARE, "--waterfall v4 v9 --from-results runs", "--waterfall v9: choose from v4, v3"),
@@ -394,7 +390,7 @@ TOGETHER = [
     (ROOFLINE, TRACE, "bytes and operations of each kernel need counters"),
     (ROOFLINE, "runs --config huge", "no run is huge"),
     (ROOFLINE, f"{NCU_CSV} {CPU_PROFILE}", "a roofline is of one device"),
-    (REGRESSION, "check --baseline baseline.json --from-results runs --junit .", ". is a folder"),
+    (REGRESSION, "check --baseline baseline.jsonl --from-results runs --junit .", ". is a folder"),
     (REGRESSION, "baseline save --baseline b.json --repeats 1", "--repeats 1: the scatter between"),
     (DASHBOARD, "--port 65536", "between 0 and 65535"),
     (MACHINE, "--collect empty", "no machine's file in it"),
@@ -480,13 +476,13 @@ REACHES = [
     (
         "analysis_tools/regression_tester.py",
         "baseline save --baseline a.json --precision bf16 --warmup-steps 3 --seed 5 --jobs 2",
-        (compare_versions, "make_plans"),
+        (sessions, "plan"),
         lambda a: (a.precision, a.warmup_steps, a.seed, a.jobs) == (["bf16"], 3, 5, 2),
     ),
     (
         "analysis_tools/roofline_analysis.py",
         f"runs --top 3 {OUT}",
-        (figures, "draw"),
+        (roofline_chart, "draw"),
         lambda *_, labels: labels == 3,
     ),
     (

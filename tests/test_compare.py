@@ -22,7 +22,7 @@ from conftest import HANGS_S
 from test_results import files, make_result
 
 from analysis_tools import compare_versions
-from workshop import records, results, tables, versions
+from workshop import arguments, records, results, tables, versions
 from workshop.compare import rows, sessions, sweep, waterfall
 from workshop.compare.rows import Row
 from workshop.judge import judge, process
@@ -267,8 +267,8 @@ def test_no_number_of_an_interpreted_run_is_beside_those_that_were_not(changes) 
         assert {item[name] for name in names[:-1]} == {None}
     _, time, memory = charts.draw_rows(list(found.values())).axes
     for axis in (time, memory):
-        (words,) = (text.get_text() for text in axis.texts if text.xy[0] == 2)
-        assert words == "interpreted,\nnot comparable"
+        (words,) = (text.get_text() for text in axis.texts if text.xy[1:] == (2,))
+        assert words == "interpreted, not comparable"
 
 
 def test_the_picture_shows_the_table_s_numbers() -> None:
@@ -279,10 +279,10 @@ def test_the_picture_shows_the_table_s_numbers() -> None:
     speed, proof = comparisons.group_tables(found)
     _, time, memory = charts.draw_rows(found).axes
     for axis, table, column in ((time, speed, 3), (memory, proof, 4)):
-        shown = [text.get_text() for text in axis.texts]
+        shown = [text.get_text() for text in axis.texts if text.get_fontweight() == "bold"]
         assert shown == [line.cells[column].split(" ")[0] for line in table.lines]
-    heights = {b.get_label(): [bar.get_height() for bar in b] for b in time.containers}
-    assert heights == {
+    lengths = {b.get_label(): [bar.get_width() for bar in b] for b in time.containers}
+    assert lengths == {
         "forward": [30.0, 15.0, 0.0],
         "backward": [60.0, 30.0, 0.0],
         "optimizer": [10.0, 5.0, 0.0],
@@ -330,7 +330,7 @@ def test_runs_of_a_waterfall_or_a_sweep_do_not_fill_the_ladder(tmp_path, capsys)
     assert compare_versions.main(["--from-results", str(tmp_path / "both")]) == 0
     captured = capsys.readouterr()
     assert "tiny: 8 x 128" in captured.out and "custom" not in captured.out
-    assert captured.err == "2 runs left out: --waterfall or --sweep shows them\n"
+    assert captured.err == "2 runs are not shown: --waterfall or --sweep shows them\n"
     assert compare_versions.main(["--from-results", str(tmp_path / "others")]) == 0
     captured = capsys.readouterr()
     assert "custom: 8 x 64" in captured.out and captured.err == ""  # there is nothing else
@@ -669,10 +669,10 @@ def test_ctrl_c_while_a_process_starts_leaves_none_running(tmp_path, monkeypatch
     popen = subprocess.Popen
     monkeypatch.setattr(process.subprocess, "Popen", start)
     words = ["--device", "cpu", "--output-dir", str(tmp_path)]
-    arguments = compare_versions.build_parser().parse_args(words)
-    plans = [sessions.Plan("v1", "tiny", "fp32")]
+    asked = arguments.read(compare_versions.Options, words)
+    plans = sessions.Planned.of([sessions.Plan("v1", "tiny", "fp32")])
     try:
-        assert sessions.run_plans(plans, arguments, "1") == ([], True)
+        assert sessions.run_plans(plans, asked, "1") == ([], True)
         assert [one.poll() is not None for one in started] == [True]
     finally:
         for one in started:

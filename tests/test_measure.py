@@ -12,6 +12,7 @@ from labs.cifar10_roofline import measure_table
 from labs.data_pipeline import measure_pipeline
 from labs.inference_benchmark import request
 from labs.text_generation import measure_engines
+from workshop.arguments import parser_of
 from workshop.kernels import benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,7 +22,7 @@ import torch_tensor_ops_bench  # noqa: E402
 
 SCRIPT = ROOT / "results" / "reference" / "measure.sh"
 PARSERS = {
-    "compare_versions.py": compare_versions.build_parser,
+    "compare_versions.py": lambda: parser_of(compare_versions.Options),
     "roofline_analysis.py": roofline_analysis.build_parser,
     "workshop.kernels.benchmark": benchmark.build_parser,
     "micro_benchmarking_pytorch.py": request.build_parser,

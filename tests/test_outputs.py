@@ -1,7 +1,6 @@
 """Every tool that writes files and prints writes first, all or nothing, and prints on any
 terminal."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -12,8 +11,7 @@ import pytest
 from conftest import HANGS_S
 from test_results import files, make_result
 
-from workshop import records, results
-from workshop.compare import regression
+from workshop import records
 from workshop.results import RunResult
 from workshop.versions import ROOT
 
@@ -26,7 +24,7 @@ def commands(here: Path) -> dict[str, list[str | Path]]:
     tools, profilers = ROOT / "analysis_tools", ("-m", "workshop.profilers")
     out = ("--output-dir", here / "out")
     numbers = (ROOT / "tests/fixtures/profilers/ncu/ncu_raw_h200.csv", "--peak-compute", "1")
-    judged = ("--from-results", here / "in", "--baseline", here / "baseline.json")
+    judged = ("--from-results", here / "in", "--baseline", here / "baseline.jsonl")
     return {
         "comparison": [tools / "compare_versions.py", "--from-results", here / "in", *out],
         "roofline": [tools / "roofline_analysis.py", *numbers, *out],
@@ -57,8 +55,8 @@ def inputs(tmp_path_factory) -> Path:
         for version in ("v1", "v2"):
             steps = [factor * step for step in (99.0, 100.0, 101.0)]
             records.add(make_result(version, step_ms=steps), here / "in")
-    baseline, _ = regression.make_baseline([records.load_folder(here / "in", RunResult)], [])
-    results.write_json(here / "baseline.json", dataclasses.asdict(baseline))
+    for run in records.load_folder(here / "in", RunResult):
+        records.save(run, here / "baseline.jsonl")
     return here
 
 

@@ -1,7 +1,6 @@
 """The sweep: what grows is what was asked for, and the end of memory is found, not crashed into."""
 
 import json
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,9 @@ from test_compare import FEW_STEPS, SHRINK_PRESET, V2, copy_repository, use_vers
 from test_results import make_result
 
 from analysis_tools import compare_versions
+from analysis_tools.compare_versions import Options
 from workshop import cli, records, results, tables, versions
+from workshop.arguments import read
 from workshop.compare import sweep
 from workshop.compare.sweep import AXES, Curve, Sweep
 from workshop.errors import WorkshopError
@@ -139,12 +140,12 @@ def at(version: str, size: int, peak: float = 100.0, **changes: object) -> RunRe
     return make_result(version, **{**given, **changes})
 
 
-def arguments(folder: Path, *words: str) -> Namespace:
+def arguments(folder: Path, *words: str) -> Options:
     flags = ["--device", "cpu", "--output-dir", str(folder), "--repeats", "1", *words]
-    return compare_versions.build_parser().parse_args(flags)
+    return read(Options, flags)
 
 
-def save(plan: Plan, given: Namespace, status: results.Status, why: str) -> None:
+def save(plan: Plan, given: Options, status: results.Status, why: str) -> None:
     run = record(plan, given, SESSION)
     run.status, run.error = status, why
     records.add(run, given.output_dir)
@@ -155,11 +156,11 @@ def test_a_size_that_cannot_fit_is_not_tried(tmp_path, monkeypatch) -> None:
     given = arguments(tmp_path, "--sweep", "seq-len", "128", "...", "2048")
     given.versions = ["v1", "v2"]
     tried = []
-    for plan in sweep.plans(sweep.plan(given), given, SESSION):
+    for plan in sweep.plan(given, given.sweep, SESSION).plans:
         size = plan.sizes["seq_len"]
-        tried.append((plan.version, size, bool(plan.left_out)))
-        if plan.left_out:
-            save(plan, given, "skipped", plan.left_out)
+        tried.append((plan.version, size, bool(plan.skipped)))
+        if plan.skipped:
+            save(plan, given, "skipped", plan.skipped)
         else:  # V1's memory grows with the square, V2's with the length
             peak = 50 + (size / 128) ** 2 * 20 if plan.version == "v1" else 50 + size / 16
             records.add(at(plan.version, size, peak, device=HERE), tmp_path)
@@ -182,18 +183,18 @@ def test_a_size_that_cannot_fit_is_not_tried(tmp_path, monkeypatch) -> None:
 def test_on_a_cpu_the_first_size_is_estimated(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sweep.hardware, "free_memory_bytes", lambda _: 10**9)
     given = arguments(tmp_path, "--sweep", "seq-len", "1024", "2048", "--versions", "v1", "v2")
-    plans = list(sweep.plans(sweep.plan(given), given, SESSION))
-    first = [(plan.version, bool(plan.left_out)) for plan in plans if "1024" in plan.name]
+    plans = list(sweep.plan(given, given.sweep, SESSION).plans)
+    first = [(plan.version, bool(plan.skipped)) for plan in plans if "1024" in plan.name]
     assert first == [("v1", True), ("v2", True)]
     assert plans[0].prediction["predicted_mb"] > plans[1].prediction["predicted_mb"] > 800
     monkeypatch.setattr(sweep.hardware, "free_memory_bytes", lambda _: 10**11)
-    assert not any(plan.left_out for plan in sweep.plans(sweep.plan(given), given, SESSION))
+    assert not any(plan.skipped for plan in sweep.plan(given, given.sweep, SESSION).plans)
 
 
 def test_a_version_that_was_out_of_memory_is_not_run_at_larger_sizes(tmp_path) -> None:
     given = arguments(tmp_path, "--sweep", "batch-size", "8", "16", "32", "--versions", "v1", "v2")
     tried = []
-    for plan in sweep.plans(sweep.plan(given), given, SESSION):
+    for plan in sweep.plan(given, given.sweep, SESSION).plans:
         tried.append((plan.version, plan.sizes["batch_size"]))
         if tried[-1] == ("v1", 16):
             save(plan, given, "failed", OUT_OF_MEMORY)
@@ -208,15 +209,15 @@ def test_a_version_that_was_out_of_memory_is_not_run_at_larger_sizes(tmp_path) -
     assert v2.fits == 32 and not one.failed
 
 
-def test_what_can_only_be_interpreted_is_left_out(tmp_path) -> None:
+def test_what_can_only_be_interpreted_is_skipped(tmp_path) -> None:
     given = arguments(tmp_path, "--sweep", "seq-len", "8", "16")
-    asked = sweep.plan(given)
-    assert "v3" not in asked.keys and asked.left_out == [
-        "v3: left out: interpreted, it has no times to compare"
+    asked = sweep.plan(given, given.sweep, SESSION)
+    assert "v3" not in asked.keys and asked.skipped == [
+        "v3: skipped: interpreted, it has no times to compare"
     ]
     given.versions = ["v3"]
     with pytest.raises(WorkshopError, match="v3 can only be interpreted here") as error:
-        sweep.plan(given)
+        sweep.plan(given, given.sweep, SESSION)
     assert error.value.exit_code == 77
 
 

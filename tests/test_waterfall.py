@@ -19,18 +19,19 @@ from torch import nn
 
 from analysis_tools import compare_versions
 from workshop import cli, records, results, tables, versions
+from workshop.arguments import read
 from workshop.classroom import instructor
 from workshop.collection import Collection
 from workshop.compare import rows, waterfall
+from workshop.compare.sessions import Planned
 from workshop.compare.waterfall import NEEDS_GPU, Rung
-from workshop.dashboard.data import Snapshot
 from workshop.gate import parity
 from workshop.results import RunResult
 from workshop.roofline import inputs as roofline_inputs
 from workshop.roofline.inputs import STEP
 from workshop.run import interpreter
 from workshop.run.precision import PRECISIONS
-from workshop.show import comparisons
+from workshop.show import comparisons, ladders
 from workshop.versions import VERSIONS
 
 SIZES = {
@@ -278,39 +279,38 @@ def test_a_newer_waterfall_leaves_the_ladders_figures_alone(tmp_path) -> None:
         records.add(dataclasses.replace(run, config_name="small"), tmp_path)
     collection = Collection([tmp_path])
     collection.refresh()
-    snapshot = Snapshot(collection)
-    (half,) = [group for group in snapshot.groups if group.precision == "bf16"]
-    assert {row.session for row in snapshot.rows(half)} == {"20250101"}
-    assert [row.label for row in snapshot.rows(half)] == ["v1", "v3", "v4"]
+    (half,) = ladders.ladders(collection.runs)
+    assert {row.session for row in half.rows} == {"20250101"}
+    assert [row.label for row in half.rows] == ["v1", "v3", "v4"]
     points = roofline_inputs.load([tmp_path], precision="bf16").points
     assert {point.seconds for point in points if point.category == STEP} == {0.05, 0.08}
     steps = instructor.parts(collection)["steps"]
     assert steps.count("| 50.00 |") == 2 and "| 1.60x (1 process)" in steps
 
 
-def plans(*words: str) -> waterfall.Planned:
-    arguments = compare_versions.build_parser().parse_args(["--device", "cpu", *words])
-    return waterfall.plan(arguments)
+def plans(*words: str) -> tuple[Planned, waterfall.Requested]:
+    options = read(compare_versions.Options, ["--device", "cpu", *words])
+    return waterfall.plan(options, options.waterfall)
 
 
 def test_processes_alternate_and_no_rung_runs_twice(monkeypatch) -> None:
     monkeypatch.setattr(waterfall.trainer, "missing_for_compile", lambda _: None)
-    planned = plans("--waterfall", "v4", "v3", "--repeats", "2", "--precision", "fp32", "bf16")
+    planned, _ = plans("--waterfall", "v4", "v3", "--repeats", "2", "--precision", "fp32", "bf16")
     first = [plan.label for plan in planned.plans if plan.repeat == 0]
     second = [plan.label for plan in planned.plans if plan.repeat == 1]
     assert len(set(first)) == len(first)
     assert second == [label for label in first[::-1] if not label.startswith("v3")]
     assert all(plan.interpreted == (plan.version == "v3") for plan in planned.plans)
-    why = "graph: left out: a graph needs a GPU"
-    assert planned.left_out == [f"v4, {why}", f"v3, {why}"]
+    why = "graph: skipped: a graph needs a GPU"
+    assert planned.skipped == [f"v4, {why}", f"v3, {why}"]
     # Without a GPU, V3's kernels take minutes: only if they are asked for.
-    assert {to for to, _ in plans("--waterfall").requested} == {"v4"}
+    assert {to for to, _ in plans("--waterfall")[1]} == {"v4"}
 
 
 def test_a_machine_without_a_compiler_ends_with_v4_uncompiled(monkeypatch) -> None:
     monkeypatch.setattr(waterfall.trainer, "missing_for_compile", lambda _: "a compiler (g++)")
-    planned = plans("--waterfall")
-    assert planned.left_out[0] == "v4, torch.compile: left out: torch.compile can't run here"
+    planned, _ = plans("--waterfall")
+    assert planned.skipped[0] == "v4, torch.compile: skipped: torch.compile can't run here"
     *_, last = (plan for plan in planned.plans if plan.repeat == 0)
     assert (last.version, last.flags()[-2:]) == ("v4", ["--compile", "none"])
 
@@ -332,8 +332,8 @@ def test_a_real_waterfall_with_a_red_rung(tmp_path, monkeypatch, capsys) -> None
     words = ["--device", "cpu", "--waterfall", "--config", "tiny", *FEW_STEPS]
     assert compare_versions.main([*words, "--output-dir", str(folder)]) == 1
     captured = capsys.readouterr()
-    assert "v4, graph: left out: a graph needs a GPU\n" in captured.err
-    assert "v4, torch.compile: left out: torch.compile can't run here\n" in captured.err
+    assert "v4, graph: skipped: a graph needs a GPU\n" in captured.err
+    assert "v4, torch.compile: skipped: torch.compile can't run here\n" in captured.err
     (one,) = json.loads((folder / "waterfall.json").read_text())["waterfalls"]
     steps = {step["change"]: step for step in one["steps"]}
     assert list(steps) == TO_V4

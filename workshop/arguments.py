@@ -1,12 +1,117 @@
-"""Parts that all command lines share: an empty value is wrong usage for every flag."""
+"""Command lines. A program declares its options as a dataclass, a field for each flag:
+
+    @dataclass
+    class Options:
+        paths: list[Path] = argument("result files")
+        top: int = option("rows that are shown", 10)
+
+`read(Options, argv, description=...)` gives one; `--top` is a whole number then, and its help ends
+in "(default 10)". An empty value is wrong usage for every flag.
+"""
 
 import argparse
+import dataclasses
 import sys
-from collections.abc import Sequence
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from workshop import errors
 
 MOST = 10**6
+O = TypeVar("O")
+
+
+def option(help: str, default: Any = None, **how: Any) -> Any:
+    """A field of an options' class: a flag of that name.
+
+    Args:
+        default: where it is not None, the help ends with it, unless `help` says "default".
+        how: more of argparse's `add_argument`, such as `metavar`, `choices` or `nargs`.
+    """
+    metadata = {"help": help, "default": default, **how}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def argument(help: str, **how: Any) -> Any:
+    """A field that the command line gives by its place; one that is a list takes the rest."""
+    return dataclasses.field(metadata={"help": help, "positional": True, **how})
+
+
+def add_options(parser: argparse._ActionsContainer, kind: type[Any]) -> None:
+    """Adds a flag for each field of an options' class. The field's type is the value's: a list
+    takes one or more, a bool is switched on by its flag, and a whole number, a float or a path is
+    read as such."""
+    types_ = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        how = dict(field.metadata)
+        flag = field.name if how.pop("positional", False) else f"--{field.name.replace('_', '-')}"
+        value_type, is_list = _value_type(types_[field.name])
+        default = how.get("default")
+        if value_type is bool and "action" not in how:
+            how |= {"action": "store_true", "default": False}
+        elif value_type is bool:
+            pass
+        else:
+            if value_type is not str:
+                how.setdefault("type", value_type)
+            if is_list:
+                how.setdefault("nargs", "+")
+            if value_type in (int, float) and "choices" not in how:
+                how.setdefault("metavar", "N" if value_type is int else "X")
+            if "default" not in how["help"] and default is not None:
+                shown = " ".join(map(str, default)) if is_list else default
+                how["help"] += f" (default {shown})".replace("%", "%%")
+        parser.add_argument(flag, **how)
+
+
+def _value_type(hint: Any) -> tuple[Any, bool]:
+    """The type of one value, and whether the flag takes several: of `list[int] | None` int, yes."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        hint = next(one for one in typing.get_args(hint) if one is not type(None))
+    if typing.get_origin(hint) is list:
+        return typing.get_args(hint)[0], True
+    return hint, False
+
+
+def parser_of(kind: type[Any], **parser: Any) -> argparse.ArgumentParser:
+    """The parser of a program's options; `parser` is of argparse.ArgumentParser: `description`,
+    `epilog`, `prog`."""
+    made = argparse.ArgumentParser(**parser)
+    add_options(made, kind)
+    return made
+
+
+def read(kind: type[O], argv: Sequence[str] | None = None, **parser: Any) -> O:
+    """The options that a command line asks for, `sys.argv` if none is given."""
+    return kind(**vars(parse(parser_of(kind, **parser), argv)))
+
+
+Command = tuple[Callable[[Any], int], type[Any], str]
+"""A subcommand's work, which takes its options; their class; and what it does, in words."""
+
+
+def read_command(
+    commands: Mapping[str, Command], argv: Sequence[str] | None = None, **parser: Any
+) -> tuple[Callable[[Any], int], Any]:
+    """The work of the subcommand that a command line names, such as "check" or "baseline save",
+    and its options."""
+    made = argparse.ArgumentParser(**parser)
+    places = {"": made.add_subparsers(required=True, metavar="COMMAND")}
+    for name, (work, kind, what) in commands.items():
+        above, _, last = name.rpartition(" ")
+        if above not in places:
+            group = places[""].add_parser(above, help=f"`{name}`: {what}")
+            places[above] = group.add_subparsers(required=True, metavar=last)
+        own = places[above].add_parser(last, help=what, description=what)
+        add_options(own, kind)
+        own.set_defaults(chosen=(work, kind))
+    arguments = vars(parse(made, argv))
+    work, kind = arguments.pop("chosen")
+    return work, kind(**arguments)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:

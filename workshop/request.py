@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from workshop import results
+from workshop.arguments import add_options, option
 from workshop.errors import OutOfMemory, WorkshopError
-from workshop.results import RunResult
+from workshop.results import RunResult, Value
 from workshop.run import data, flops, hardware, interpreter, trainer
 from workshop.run.precision import LADDER, Precision, get_precision
 from workshop.run.presets import PRESETS, check_sizes, default_preset, get_preset
@@ -75,6 +76,53 @@ class Request:
 # --- arguments -----------------------------------------------------------------------------------
 
 
+@dataclass
+class Flags:
+    """The flags of every version, but for its sizes and its switches."""
+
+    batch_size: int | None = option("sequences a step (default: the preset's)")
+    seq_len: int | None = option("tokens of a sequence (default: the preset's)")
+    num_steps: int | None = option(
+        f"timed steps (default {USUAL.timed}; {_INTERPRETED.timed} in Triton's interpreter)"
+    )
+    warmup_steps: int | None = option(
+        f"steps before the clock starts (default {USUAL.warmup}; {_INTERPRETED.warmup} in "
+        "Triton's interpreter)"
+    )
+    learning_rate: float = option("AdamW's", 3e-4)
+    seed: int = option("of weights and batches", 42)
+    precision: str = option(
+        f"{', '.join(LADDER)} (docs/fp8.md); auto is bf16 on a GPU that has it, else fp32 "
+        "(default auto)",
+        "auto",
+    )
+    device: str = option("auto, cpu, cuda, cuda:N (default auto: GPU if any)", "auto")
+    data: str = option("where batches are drawn from", "text", choices=("text", "synthetic"))
+    text_file: Path | None = option(
+        "the text, byte by byte (default: the Python standard library's sources)", metavar="PATH"
+    )
+    compile: str | None = option(
+        "torch.compile's mode (default: the version's own)",
+        nargs="?",
+        const="default",
+        choices=trainer.COMPILE_MODES,
+    )
+    cuda_graph: bool | None = option(
+        "capture the whole step, CUDA or HIP, and replay it (default: V3 and V4 do, on a GPU)",
+        action=argparse.BooleanOptionalAction,
+    )
+    output_dir: Path | None = option(
+        "the result goes to OUTPUT_DIR/runs/ (default: results/ of this checkout)"
+    )
+    profile_steps: int | None = option(
+        f"for a profiler: after {_WARMUP_OF_PROFILE} steps of warm-up train N steps with marker "
+        "ranges, between the calls that start and stop NVIDIA's profilers; no gate, no clock; what "
+        "was profiled goes to OUTPUT_DIR/run.jsonl (default there: results/profiles/VERSION/steps)"
+    )
+    candidate: bool = option(argparse.SUPPRESS)  # see workshop/judge
+    no_gate: bool = option("skip the comparison with V1; the result says so and earns no speed-up")
+
+
 def build_parser(version: Version, module: ModuleType) -> argparse.ArgumentParser:
     """The flags of one version; `Fusions` in its module adds a `--no-...` switch a field."""
     parser = argparse.ArgumentParser(
@@ -92,12 +140,11 @@ def build_parser(version: Version, module: ModuleType) -> argparse.ArgumentParse
         "override (default: tiny without a GPU, else small)",
     )
     for name in _SIZES:
-        flag = f"--{name.replace('_', '-')}"
         default = " (default 2048)" if name == "max_seq_len" else ""
+        flag = f"--{name.replace('_', '-')}"
         model.add_argument(flag, type=int, metavar="N", help=f"overrides the preset's{default}")
-    _add_training_flags(parser.add_argument_group("training"), version)
-    switches = _switches(module)
-    if switches:
+    add_options(parser.add_argument_group("training"), Flags)
+    if switches := _switches(module):
         group = parser.add_argument_group("ablation: run plain PyTorch for one part")
         for name in switches:
             flag = f"--no-{name.replace('_', '-')}"
@@ -110,85 +157,14 @@ def _switches(module: ModuleType) -> list[str]:
     return [field.name for field in dataclasses.fields(fusions)] if fusions else []
 
 
-def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> None:
-    add, number = group.add_argument, partial(group.add_argument, type=int, metavar="N")
-    number("--batch-size", help="sequences a step (default: the preset's)")
-    number("--seq-len", help="tokens of a sequence (default: the preset's)")
-    few = "; {} in Triton's interpreter" if version.triton else ""
-    timed = f"{USUAL.timed}{few.format(_INTERPRETED.timed)}"
-    warmup = f"{USUAL.warmup}{few.format(_INTERPRETED.warmup)}"
-    number("--num-steps", help=f"timed steps (default {timed})")
-    number("--warmup-steps", help=f"steps trained before the clock starts (default {warmup})")
-    add("--learning-rate", type=float, default=3e-4, help="AdamW's (default %(default)s)")
-    add("--seed", type=int, default=42, help="of weights and batches (default %(default)s)")
-    what = (
-        "fp32, tf32, bf16, fp16, fp8, fp8-rowwise (docs/fp8.md); auto is bf16 on a GPU that has "
-        "it, else fp32 (default auto)"
-    )
-    add("--precision", default="auto", help=what)
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:N (default auto: GPU if any)")
-    add("--data", choices=("text", "synthetic"), default="text", help="default %(default)s")
-    what = "the text, byte by byte (default: the Python standard library's sources)"
-    add("--text-file", type=Path, metavar="PATH", help=what)
-    what = f"torch.compile's mode (default here: {version.compile})"
-    add("--compile", nargs="?", const="default", choices=trainer.COMPILE_MODES, help=what)
-    here = "on a GPU" if version.cuda_graph else "no"
-    what = f"capture the whole step, CUDA or HIP, and replay it (default here: {here})"
-    add("--cuda-graph", action=argparse.BooleanOptionalAction, help=what)
-    what = "the result goes to OUTPUT_DIR/runs/ (default: results/ of this checkout)"
-    add("--output-dir", type=Path, help=what)
-    number(
-        "--profile-steps",
-        help=f"for a profiler: after {_WARMUP_OF_PROFILE} steps of warm-up train N steps with "
-        "marker ranges, between the calls that start and stop NVIDIA's profilers; no gate, no "
-        "clock; what was profiled goes to OUTPUT_DIR/run.jsonl (default there: "
-        f"results/profiles/{version.key}/steps)",
-    )
-    add("--candidate", action="store_true", help=argparse.SUPPRESS)  # see workshop/judge
-    what = "skip the comparison with V1; the result says so and earns no speed-up"
-    add("--no-gate", action="store_true", help=what)
-
-
 def check_arguments(version: Version, module: ModuleType, arguments: argparse.Namespace) -> Request:
-    """Turns arguments into a Request. Raises WorkshopError: something is wrong with them, in one
-    line."""
-    positive = "batch_size seq_len num_steps warmup_steps profile_steps learning_rate"
-    for name in positive.split():
-        value = getattr(arguments, name)
-        if value is not None and not 0 < value < 1e30:  # what AdamW computes with in fp32
-            flag = name.replace("_", "-")
-            raise WorkshopError(f"--{flag} {value}: it must be a positive number below 1e30")
-    if not 0 <= arguments.seed < 2**63:
-        raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
-    if arguments.text_file is not None and arguments.data != "text":
-        raise WorkshopError("--text-file goes with --data text")
-    for name in ("num_steps", "no_gate"):
-        if arguments.profile_steps and getattr(arguments, name):
-            flag = name.replace("_", "-")
-            raise WorkshopError(f"--{flag} has no effect under a profiler: leave it out")
+    """Raises WorkshopError, one line, for anything that can't run."""
+    _check_flags(arguments)
     device = hardware.get_device(arguments.device)
     interpreter.check_device(version, device)
     interpreted = interpreter.serves(version, device)
     precision = get_precision(arguments.precision, device, LADDER)
-    config_name = arguments.config or default_preset(device.type)
-    preset = get_preset(config_name)
-    batch_size = arguments.batch_size or preset.batch_size
-    seq_len = arguments.seq_len or preset.seq_len
-    as_named = module.TinyLlamaConfig(**preset.model())
-    given = {name: n for name in _SIZES if (n := getattr(arguments, name)) is not None}
-    config = dataclasses.replace(as_named, **given)
-    check_sizes(config)
-    if (config, batch_size, seq_len) != (as_named, preset.batch_size, preset.seq_len):
-        config_name = "custom"
-    if seq_len > config.max_seq_len:
-        raise WorkshopError(
-            f"--seq-len {seq_len} is longer than the model's max_seq_len {config.max_seq_len}: "
-            "lower it or raise --max-seq-len"
-        )
-    if seq_len == 1:
-        raise WorkshopError(
-            "--seq-len 1: attention over one token gives q and k no gradient; use at least 2"
-        )
+    config_name, config, batch_size, seq_len = _sizes(module, arguments, device.type)
     compile_mode, cuda_graph = execution(
         version, arguments.compile, arguments.cuda_graph, device, interpreted, notify=print
     )
@@ -213,6 +189,47 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
         output_dir=arguments.output_dir or folder,
         arguments=arguments,
     )
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    positive = "batch_size seq_len num_steps warmup_steps profile_steps learning_rate"
+    for name in positive.split():
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < 1e30:  # what AdamW computes with in fp32
+            flag = name.replace("_", "-")
+            raise WorkshopError(f"--{flag} {value}: it must be a positive number below 1e30")
+    if not 0 <= arguments.seed < 2**63:
+        raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
+    if arguments.text_file is not None and arguments.data != "text":
+        raise WorkshopError("--text-file goes with --data text")
+    if arguments.profile_steps and (arguments.num_steps or arguments.no_gate):
+        raise WorkshopError("--num-steps and --no-gate have no effect with --profile-steps")
+
+
+def _sizes(
+    module: ModuleType, arguments: argparse.Namespace, device_type: str
+) -> tuple[str, Any, int, int]:
+    """The preset's name, or "custom"; config, batch size and sequence length."""
+    config_name = arguments.config or default_preset(device_type)
+    preset = get_preset(config_name)
+    batch_size = arguments.batch_size or preset.batch_size
+    seq_len = arguments.seq_len or preset.seq_len
+    as_named = module.TinyLlamaConfig(**preset.model())
+    given = {name: n for name in _SIZES if (n := getattr(arguments, name)) is not None}
+    config = dataclasses.replace(as_named, **given)
+    check_sizes(config)
+    if seq_len > config.max_seq_len:
+        raise WorkshopError(
+            f"--seq-len {seq_len} is longer than the model's max_seq_len {config.max_seq_len}: "
+            "lower it or raise --max-seq-len"
+        )
+    if seq_len == 1:
+        raise WorkshopError(
+            "--seq-len 1: attention over one token gives q and k no gradient; use at least 2"
+        )
+    if (config, batch_size, seq_len) != (as_named, preset.batch_size, preset.seq_len):
+        config_name = "custom"
+    return config_name, config, batch_size, seq_len
 
 
 def schedule(
@@ -329,14 +346,29 @@ def _out_of_memory(
 # --- the record ------------------------------------------------------------------------------
 
 
+def begun(device: torch.device, session: str = "") -> dict[str, Any]:
+    """The fields of a record that say where, when, from which commit and by what command.
+
+    Args:
+        session: "" begins a new one.
+    """
+    return {
+        "session": session or results.new_session(),
+        "device": hardware.describe(device),
+        "software": results.describe_software(),
+        "git_commit": results.git_commit(),
+        "created": results.now(),
+        "parent_command": results.own_command(),
+    }
+
+
 def new_result(request: Request, data_record: dict[str, str | int]) -> RunResult:
     """The record of a run that has not measured yet."""
-    arguments = request.arguments
-    options: dict[str, str | int | float | bool | None] = {
+    options: dict[str, Value] = {
         "compile": request.compile_mode,
         "cuda_graph": request.cuda_graph,
-        "learning_rate": arguments.learning_rate,
-        "seed": arguments.seed,
+        "learning_rate": request.arguments.learning_rate,
+        "seed": request.arguments.seed,
         "num_steps": request.schedule.timed,
         **request.switches,
     }
@@ -344,21 +376,16 @@ def new_result(request: Request, data_record: dict[str, str | int]) -> RunResult
         options["interpreted"] = request.interpreted
     return RunResult(
         version=request.version.key,
-        session=results.new_session(),
         config_name=request.config_name,
         config=dataclasses.asdict(request.config),
         batch_size=request.batch_size,
         seq_len=request.seq_len,
         precision=request.precision.name,
         warmup_steps=request.schedule.warmup,
-        device=hardware.describe(request.device),
-        software=results.describe_software(),
-        git_commit=results.git_commit(),
-        created=results.now(),
         options=options,
         command=results.own_command(),
-        parent_command=results.own_command(),
         data=data_record,
+        **begun(request.device),
     )
 
 

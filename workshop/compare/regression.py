@@ -1,4 +1,4 @@
-"""Is it slower than it was? A stored session of runs against a new one.
+"""A regression check: a stored comparison against a new one.
 
 Each process counts once, with its median step, as in `timing.speedup`: the steps of a process share
 its clock, its memory layout and its neighbours, and say little about the next process. Neighbours
@@ -20,15 +20,15 @@ processes that scatter as recorded ones do; tests/test_regression.py repeats tha
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from workshop import errors, results
+from workshop import errors, records
 from workshop.compare import rows
 from workshop.errors import WorkshopError
-from workshop.results import RunResult
+from workshop.results import PHASE_TIMES, RunResult
 from workshop.run import timing
 from workshop.versions import ALL
 
@@ -51,22 +51,10 @@ FAILED = "failed"
 VERDICTS = (SLOWER, FAILED, NOT_COMPARABLE, TOO_NOISY, FASTER, GONE, NEW, NOT_TIMED, SAME)
 """The worst first."""
 ALARMS = (SLOWER, FAILED)
-
-
-class Metric(NamedTuple):
-    """A quantity to compare: its name in a comparison's rows, its heading and its unit."""
-
-    name: str
-    heading: str
-    unit: str
-
-
-STEP = Metric("step_ms", "step", "ms")
-METRICS = (
-    STEP,
-    *(Metric(f"{phase}_ms", phase, "ms") for phase in ("forward", "backward", "optimizer")),
-    Metric("peak_memory_mb", "memory", "MB"),
-)
+STEP, MEMORY = "step_ms", "peak_memory_mb"
+METRICS = {STEP: "step"}
+METRICS |= {name: name.removesuffix("_ms") for name in PHASE_TIMES} | {MEMORY: "memory"}
+"""The quantities that are compared, by their names in a comparison's rows, with their headings."""
 
 
 # --- statistics ----------------------------------------------------------------------------------
@@ -132,18 +120,10 @@ def compare(before: Sequence[float], after: Sequence[float], *, comparisons: int
         means.append(statistics.fmean(faster))
         kept.append(len(faster))
         squares += sum((value - centre) ** 2 for value in winsorized)
-    scatter = math.sqrt(squares / (sum(kept) - 2))
-    tail = FALSE_ALARMS / comparisons
-    half = _half_width(scatter, kept, tail)
-    log_ratio = means[1] - means[0]
-    return Change(
-        before=math.exp(means[0]),
-        after=math.exp(means[1]),
-        low=math.exp(log_ratio - half),
-        high=math.exp(log_ratio + half),
-        scatter=scatter,
-        tail=tail,
-    )
+    scatter, tail = math.sqrt(squares / (sum(kept) - 2)), FALSE_ALARMS / comparisons
+    half, log_ratio = _half_width(scatter, kept, tail), means[1] - means[0]
+    bounds = math.exp(log_ratio - half), math.exp(log_ratio + half)
+    return Change(math.exp(means[0]), math.exp(means[1]), *bounds, scatter, tail)
 
 
 def _kept(processes: int) -> int:
@@ -157,90 +137,85 @@ def _half_width(scatter: float, kept: Sequence[int], tail: float) -> float:
     return timing.t_quantile(tail, sum(kept) - len(kept)) * deviation
 
 
-# --- the baseline --------------------------------------------------------------------------------
+# --- series --------------------------------------------------------------------------------------
 
 
-@dataclass
-class Baseline:
-    """Runs of one device and software to check others against, with their raw samples."""
+class Key(NamedTuple):
+    """Equal for runs of one version, size and precision: a series."""
 
-    schema_version: int = field(default=SCHEMA_VERSION, kw_only=True)
-    created: str
-    git_commit: str | None
-    device: dict[str, str | int | float | None]
-    software: dict[str, str | None]
-    command: list[str]
-    runs: list[RunResult]
+    version: str
+    variant: str
+    config: str
+    precision: str
+    batch_size: int
+    seq_len: int
+    sizes: tuple[tuple[str, float], ...]
 
-
-def make_baseline(
-    folders: Sequence[Sequence[RunResult]], command: list[str]
-) -> tuple[Baseline, list["Finding"]]:
-    """A baseline of each folder's newest session of each version and size, and the findings on
-    those that are left out: they did not pass the gate, or have no times.
-
-    Args:
-        folders: the runs of one or several folders. Several show how far sessions drift apart.
-        command: that made them.
-
-    Raises:
-        WorkshopError: nothing is left, or they are of several devices or software versions.
-    """
-    left_out, kept = [], []
-    for runs in folders:
-        for key, series in _newest(runs).items():
-            verdict, note = _fitness(series)
-            if verdict is None:
-                kept += series
-            else:
-                left_out.append(Finding(*key[:-1], verdict, note))
-    if not kept:
-        reasons = "; ".join(f"{f.label}: {f.note}" for f in left_out)
-        raise WorkshopError(f"no run is fit for a baseline: {reasons}")
-    first = kept[0]
-    for run in kept:
-        differences = differing(first, run)
-        if differences:
-            raise WorkshopError(
-                f"a baseline is of one machine, but its runs differ in {', '.join(differences)}: "
-                "save one for each"
-            )
-    commits = {run.git_commit for run in kept}
-    baseline = Baseline(
-        created=results.now(),
-        git_commit=commits.pop() if len(commits) == 1 else None,
-        device=first.device,
-        software=first.software,
-        command=command,
-        runs=kept,
-    )
-    return baseline, left_out
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Small sizes first, and of one size the ladder's order."""
+        size = (self.batch_size * self.seq_len, self.config, self.precision)
+        return (*size, list(ALL).index(self.version), self.variant, self.sizes)
 
 
-def load_baseline(path: Path) -> Baseline:
-    """Raises WorkshopError, with the file and the field, for anything but a baseline."""
-    content = results.read_json(path)
-    version = content.get("schema_version")
-    if version != SCHEMA_VERSION or "runs" not in content:
-        raise WorkshopError(
-            f"{path}: no baseline of schema_version {SCHEMA_VERSION}: make one with "
-            "`regression_tester.py baseline save`"
-        )
-    baseline = results.convert(Baseline, content, str(path))
-    if not baseline.runs:
-        raise WorkshopError(f"{path}: field runs is empty")
-    for index, run in enumerate(baseline.runs):
-        for wrong in run.wrong():
-            raise WorkshopError(f"{path}: field runs[{index}].{wrong}")
-    return baseline
+def _series(runs: Iterable[RunResult]) -> dict[Key, list[RunResult]]:
+    series = defaultdict(list)
+    for run in runs:
+        name = (run.version, rows.variant(run), run.config_name, run.precision)
+        sizes = tuple(sorted(run.config.items()))
+        series[Key(*name, run.batch_size, run.seq_len, sizes)].append(run)
+    return series
+
+
+def _newest(runs: Iterable[RunResult], like: RunResult | None = None) -> dict[Key, list[RunResult]]:
+    """The newest session of each series, preferably on the device and software of `like`."""
+
+    def order(run: RunResult) -> tuple[bool, str]:
+        return (like is None or not differing(like, run), run.session)
+
+    newest = {}
+    for key, series in _series(runs).items():
+        session = max(series, key=order).session
+        newest[key] = [run for run in series if run.session == session]
+    return newest
 
 
 def repeats(runs: Iterable[RunResult]) -> int:
-    """The most processes that a version and size has."""
+    """The most processes that a series has."""
     return max(len(rows.steady(series)) for series in _series(runs).values())
 
 
-# --- findings ------------------------------------------------------------------------------------
+def differing(before: RunResult, after: RunResult) -> list[str]:
+    """The differences of device and software, each with both values."""
+    found = []
+    for heading in ("device", "software"):
+        then, now = getattr(before, heading), getattr(after, heading)
+        found += [
+            f"{heading} {name}: {then.get(name)} then, {now.get(name)} now"
+            for name in sorted({*then, *now} - {"peaks_source"})
+            if then.get(name) != now.get(name)
+        ]
+    return found
+
+
+def _fitness(runs: list[RunResult]) -> tuple[str | None, str]:
+    """FAILED or NOT_TIMED with the reason, or None for runs with proven times."""
+    for run in runs:
+        if run.refused:
+            check, failures = run.refused
+            return FAILED, f"{check} failed: {failures[0]}"
+        if run.status == "skipped":
+            return NOT_TIMED, f"skipped: {run.error}"
+        if run.error:
+            return FAILED, run.error
+    if all(run.gate.status != "pass" for run in runs):
+        return FAILED, "gate not run: a time without a verdict"
+    if any(run.interpreted for run in runs):
+        return NOT_TIMED, "interpreted: Triton's interpreter ran its kernels"
+    return (None, "") if any(run.step_ms for run in runs) else (FAILED, "no timed step")
+
+
+# --- the check -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -275,57 +250,89 @@ class Finding:
 
     @property
     def heading(self) -> str:
-        return next((metric.heading for metric in METRICS if metric.name == self.metric), "")
+        return METRICS.get(self.metric or "", "")
 
 
-Key = tuple[str, str, str, str, int, int, tuple[tuple[str, float], ...]]
-"""Version, variant, config, precision, batch size, sequence length and the model's sizes."""
+def make_baseline(
+    folders: Iterable[Sequence[RunResult]],
+) -> tuple[list[RunResult], list[Finding]]:
+    """The runs of a baseline: each folder's newest session of each series; and the findings on
+    those that are skipped, as they did not pass the gate or have no times.
+
+    Args:
+        folders: the runs of one or several folders. Several show how far sessions drift apart.
+
+    Raises:
+        WorkshopError: nothing is left, or they are of several devices or software versions.
+    """
+    skipped: list[Finding] = []
+    kept: list[RunResult] = []
+    for runs in folders:
+        for key, series in _newest(runs).items():
+            verdict, note = _fitness(series)
+            if verdict is None:
+                kept += series
+            else:
+                skipped.append(Finding(*key[:-1], verdict, note))
+    if not kept:
+        reasons = "; ".join(f"{f.label}: {f.note}" for f in skipped)
+        raise WorkshopError(f"no run is fit for a baseline: {reasons}")
+    for run in kept:
+        if differences := differing(kept[0], run):
+            raise WorkshopError(
+                f"a baseline is of one machine, but its runs differ in {', '.join(differences)}: "
+                "save one for each"
+            )
+    return kept, skipped
+
+
+def load_baseline(path: Path) -> list[RunResult]:
+    """Raises WorkshopError: the file is no comparison, or has no run of a version."""
+    runs = records.load_runs(path, RunResult)
+    if not runs:
+        how = "make a baseline with `regression_tester.py baseline save`"
+        raise WorkshopError(f"{path}: there is no run of a version in it: {how}")
+    return runs
 
 
 def check(
-    baseline: Baseline, runs: Iterable[RunResult], *, threshold: float, force: bool = False
+    baseline: Sequence[RunResult],
+    runs: Iterable[RunResult],
+    *,
+    threshold: float,
+    force: bool = False,
 ) -> list[Finding]:
-    """The verdicts on each version and size of the baseline, then on those that are new.
+    """The verdicts on each series of the baseline, then on those that are new.
 
     Args:
-        runs: of which each version's and size's newest session counts.
+        runs: of which each series' newest session counts.
         threshold: the least change that is reported, 0.03 for 3%.
         force: compare other devices and software versions too.
     """
-    before, after = _series(baseline.runs), _newest(runs, baseline.runs[0])
-    keys = sorted({*before, *after}, key=_order)
+    before, after = _series(baseline), _newest(runs, baseline[0])
     findings: list[Finding] = []
-    compared: list[tuple[Finding, Metric, list[list[float]]]] = []
-    for key in keys:
-        verdict, note = _judge(before.get(key), after.get(key), force)
-        if verdict is not None:
-            findings.append(Finding(*key[:-1], verdict, note))
+    compared: list[tuple[Finding, list[list[float]]]] = []
+    for key in sorted({*before, *after}, key=lambda key: key.order):
+        then, now = before.get(key), after.get(key)
+        verdict, note = _without_times(then, now, force)
+        if verdict is not None or then is None or now is None:
+            findings.append(Finding(*key[:-1], str(verdict), note))
             continue
         for metric in METRICS:
-            sides = [_values(runs, metric) for runs in (before[key], after[key])]
+            sides = [_values(side, metric) for side in (then, now)]
             if any(sides):
-                findings.append(Finding(*key[:-1], NOT_COMPARABLE, note))
-                compared.append((findings[-1], metric, sides))
-    for finding, metric, sides in compared:
-        _fill(finding, metric, *sides, threshold=threshold, comparisons=len(compared))
+                unit = "MB" if metric == MEMORY else "ms"
+                findings.append(Finding(*key[:-1], NOT_COMPARABLE, note, metric, unit))
+                compared.append((findings[-1], sides))
+    for finding, sides in compared:
+        _fill(finding, *sides, threshold=threshold, comparisons=len(compared))
     return findings
 
 
-def exit_status(findings: Sequence[Finding]) -> int:
-    """ANSWER_IS_NO where something is slower or failed; else NOT_ON_THIS_MACHINE where something
-    could not be compared, or the noise hid every version's step; else DONE."""
-    verdicts = [finding.verdict for finding in findings]
-    if not set(ALARMS).isdisjoint(verdicts):
-        return errors.ANSWER_IS_NO
-    steps = [finding.verdict for finding in findings if finding.metric == STEP.name]
-    blind = bool(steps) and all(verdict == TOO_NOISY for verdict in steps)
-    return errors.NOT_ON_THIS_MACHINE if NOT_COMPARABLE in verdicts or blind else errors.DONE
-
-
-def _judge(
+def _without_times(
     before: list[RunResult] | None, after: list[RunResult] | None, force: bool
 ) -> tuple[str | None, str]:
-    """A verdict on a version that can't be compared metric by metric, else None; and a note."""
+    """A verdict on a series that can't be compared metric by metric, else None; and a note."""
     if after is None:
         return GONE, ""
     verdict, note = _fitness(after)
@@ -340,49 +347,24 @@ def _judge(
     return (NOT_COMPARABLE if differences and not force else None), differences
 
 
-def _fitness(runs: list[RunResult]) -> tuple[str | None, str]:
-    """FAILED or NOT_TIMED with the reason, or None for runs with proven times."""
-    for run in runs:
-        if run.refused:
-            check, failures = run.refused
-            return FAILED, f"{check} failed: {failures[0]}"
-        if run.status == "skipped":
-            return NOT_TIMED, f"skipped: {run.error}"
-        if run.error:
-            return FAILED, run.error
-    if all(run.gate.status != "pass" for run in runs):
-        return FAILED, "gate not run: a time without a verdict"
-    if any(run.interpreted for run in runs):
-        return NOT_TIMED, "interpreted: Triton's interpreter ran its kernels"
-    if not any(run.step_ms for run in runs):
-        return FAILED, "no timed step"
-    return None, ""
-
-
-def differing(before: RunResult, after: RunResult) -> list[str]:
-    """The differences of device and software, each with both values."""
-    pairs: tuple[tuple[str, Mapping[str, object], Mapping[str, object]], ...] = (
-        ("device", before.device, after.device),
-        ("software", before.software, after.software),
-    )
-    return [
-        f"{heading} {name}: {then.get(name)} then, {now.get(name)} now"
-        for heading, then, now in pairs
-        for name in sorted({*then, *now} - {"peaks_source"})
-        if then.get(name) != now.get(name)
-    ]
+def _values(runs: list[RunResult], metric: str) -> list[float]:
+    """One value a process, of those that measured any."""
+    used = rows.steady(runs)
+    if metric == MEMORY:
+        values = [float(run.memory_mb.get("peak", 0)) for run in used]
+    else:
+        values = [timing.median(ms) for run in used if (ms := getattr(run, metric))]
+    return [value for value in values if value > 0]
 
 
 def _fill(
     finding: Finding,
-    metric: Metric,
     before: list[float],
     after: list[float],
     *,
     threshold: float,
     comparisons: int,
 ) -> None:
-    finding.metric, finding.unit = metric.name, metric.unit
     finding.processes = [len(before), len(after)]
     if min(finding.processes) < LEAST_PROCESSES:
         finding.note = f"{min(finding.processes)} of {LEAST_PROCESSES} processes that it takes"
@@ -394,62 +376,21 @@ def _fill(
     finding.verdict = change.verdict(threshold)
     if finding.verdict == TOO_NOISY:
         needed = change.processes_needed(threshold)
-        remedy = (
-            f"use --repeats {needed} for the baseline and the check"
-            if needed is not None
-            else "calm the machine, or take a larger --config"
-        )
+        remedy = "calm the machine, or take a larger --config"
+        if needed is not None:
+            remedy = f"use --repeats {needed} for the baseline and the check"
         least = format(change.visible, ".1%" if change.visible < 0.1 else ".0%")
         with_these = f"with {len(before)} and {len(after)} processes"
         advice = f"can't see less than {least} {with_these}: {remedy}"
         finding.note = rows.join(finding.note, advice)
 
 
-def _values(runs: list[RunResult], metric: Metric) -> list[float]:
-    """One value a process, of those that measured any."""
-    used = rows.steady(runs)
-    if metric.unit == "MB":
-        values = [float(run.memory_mb.get("peak", 0)) for run in used]
-    else:
-        values = [timing.median(ms) for run in used if (ms := getattr(run, metric.name))]
-    return [value for value in values if value > 0]
-
-
-def _key(run: RunResult) -> Key:
-    return (
-        run.version,
-        rows.variant(run),
-        run.config_name,
-        run.precision,
-        run.batch_size,
-        run.seq_len,
-        tuple(sorted(run.config.items())),
-    )
-
-
-def _order(key: Key) -> tuple[object, ...]:
-    """Small sizes first, and of one size the ladder's order."""
-    version, variant, config, precision, batch_size, seq_len, sizes = key
-    ladder = list(ALL).index(version)
-    return (batch_size * seq_len, config, precision, ladder, variant, sizes)
-
-
-def _series(runs: Iterable[RunResult]) -> dict[Key, list[RunResult]]:
-    series = defaultdict(list)
-    for run in runs:
-        series[_key(run)].append(run)
-    return dict(series)
-
-
-def _newest(runs: Iterable[RunResult], like: RunResult | None = None) -> dict[Key, list[RunResult]]:
-    """The newest session of each version and size, preferably on the device and software of
-    `like`."""
-
-    def order(run: RunResult) -> tuple[bool, str]:
-        return (like is None or not differing(like, run), run.session)
-
-    newest = {}
-    for key, series in _series(runs).items():
-        session = max(series, key=order).session
-        newest[key] = [run for run in series if run.session == session]
-    return newest
+def exit_status(findings: Sequence[Finding]) -> int:
+    """ANSWER_IS_NO where something is slower or failed; else NOT_ON_THIS_MACHINE where something
+    could not be compared, or the noise hid every version's step; else DONE."""
+    verdicts = [finding.verdict for finding in findings]
+    if not set(ALARMS).isdisjoint(verdicts):
+        return errors.ANSWER_IS_NO
+    steps = [finding.verdict for finding in findings if finding.metric == STEP]
+    blind = bool(steps) and all(verdict == TOO_NOISY for verdict in steps)
+    return errors.NOT_ON_THIS_MACHINE if NOT_COMPARABLE in verdicts or blind else errors.DONE

@@ -1,10 +1,9 @@
 """From result files to the rows of a comparison: one a version, size, precision and device."""
 
-import dataclasses
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from workshop.results import FAIL, NOT_AUDITED, PASS, PHASE_TIMES, RunResult, model_sizes
 from workshop.run import flops, presets, timing
@@ -18,6 +17,7 @@ ONE_PROCESS = "1 process"
 """Note of a speed-up without interval: V1 or the version ran in one process only."""
 Peaks = Mapping[tuple[object, ...], tuple[float, str | None]]
 """TFLOP/s and their source, by device, session and precision."""
+K = TypeVar("K")
 
 
 @dataclass
@@ -163,6 +163,14 @@ def ratio(
     return f"{same if low <= 1 <= high else f'{value:.2f}x'} [{low:.2f}, {high:.2f}]"
 
 
+def grouped(runs: Iterable[RunResult], key: Callable[[RunResult], K]) -> dict[K, list[RunResult]]:
+    """The runs by what `key` says of each, in the order in which they come."""
+    found: dict[K, list[RunResult]] = {}
+    for run in runs:
+        found.setdefault(key(run), []).append(run)
+    return found
+
+
 def ordinary(runs: Iterable[RunResult]) -> list[RunResult]:
     """The runs of whole versions: rungs of waterfalls and points of sweeps would fill a table of
     versions with single changes and odd sizes."""
@@ -186,40 +194,34 @@ def build_rows(runs: Iterable[RunResult], peaks: Peaks | None = None) -> list[Ro
         peaks: `session_peaks` of more runs than these, where their sessions have more.
     """
     runs = list(runs)
-    by_row: dict[tuple[object, ...], dict[str, list[RunResult]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    baselines: dict[tuple[object, ...], list[RunResult]] = defaultdict(list)
-    for run in runs:
-        by_row[_group(run), run.version, variant(run)][run.session].append(run)
-        if run.version == BASELINE and not variant(run):
-            baselines[_group(run), run.session].append(run)
-
-    def newest(key: tuple[object, ...]) -> str:
-        sessions, group = by_row[key], key[0]
-        return max(
-            sessions,
-            key=lambda session: (
-                (group, session) in baselines,
-                len(sessions[session]) > 1 or sessions[session][0].status != "complete",
-                session,
-            ),
-        )
-
-    rows = []
     peaks = session_peaks(runs) if peaks is None else peaks
-    for key, sessions in by_row.items():
-        group, session = key[0], newest(key)
-        row = build_row(sessions[session], baselines.get((group, session), []))
-        if row.speedup and row.step_ms and session != newest((group, BASELINE, "")):
-            own = f"speed-up over V1 of its own session, {row.speedup * row.step_ms:,.2f} ms"
-            row.note = join(row.note, own)
-        peak = peaks.get((row.device, row.session, row.precision))
-        if row.tflops is not None and peak is not None:
-            row.peak_tflops, row.peak_source = peak
-            row.peak_share = row.tflops / row.peak_tflops
-        rows.append(row)
+    rows: list[Row] = []
+    for group in grouped(runs, lambda run: (*size_of(run), run.precision)).values():
+        plain_v1 = [run for run in group if run.version == BASELINE and not variant(run)]
+        baselines = grouped(plain_v1, lambda run: run.session)
+        chosen = [
+            _newest(own, baselines)
+            for own in grouped(group, lambda run: (run.version, variant(run))).values()
+        ]
+        shown_v1 = {own[0].session for own in chosen if own[0].version == BASELINE} & {*baselines}
+        for own in chosen:
+            row = build_row(own, baselines.get(own[0].session, []))
+            if row.speedup and row.step_ms and row.session not in shown_v1:
+                of_v1 = f"{row.speedup * row.step_ms:,.2f} ms"
+                row.note = join(row.note, f"speed-up over V1 of its own session, {of_v1}")
+            _fill_peak(row, peaks)
+            rows.append(row)
     return sorted(rows, key=_order)
+
+
+def _newest(runs: list[RunResult], baselines: Mapping[str, object]) -> list[RunResult]:
+    """The runs of the newest session, as `build_rows` prefers them."""
+
+    def rank(item: tuple[str, list[RunResult]]) -> tuple[bool, bool, str]:
+        session, own = item
+        return session in baselines, len(own) > 1 or own[0].status != "complete", session
+
+    return max(grouped(runs, lambda run: run.session).items(), key=rank)[1]
 
 
 def _order(row: Row) -> tuple[object, ...]:
@@ -238,6 +240,13 @@ def session_peaks(runs: Iterable[RunResult]) -> Peaks:
     return found
 
 
+def _fill_peak(row: Row, peaks: Peaks) -> None:
+    peak = peaks.get((row.device, row.session, row.precision))
+    if row.tflops is not None and peak is not None:
+        row.peak_tflops, row.peak_source = peak
+        row.peak_share = row.tflops / row.peak_tflops
+
+
 def size_of(run: RunResult) -> tuple[object, ...]:
     """Equal for runs of one device and size."""
     sizes = tuple(sorted(run.config.items()))
@@ -245,15 +254,11 @@ def size_of(run: RunResult) -> tuple[object, ...]:
 
 
 def size_name(run: RunResult) -> str:
-    """The preset, or what a model of one's own measures: several of those may lie side by side."""
+    """The preset, or the measures of another model: several of those may be side by side."""
     layers, width = run.config.get("num_layers"), run.config.get("hidden_dim")
     if run.config_name in presets.PRESETS or layers is None or width is None:
         return run.config_name
     return f"{run.config_name} ({layers} layers of {width})"
-
-
-def _group(run: RunResult) -> tuple[object, ...]:
-    return (*size_of(run), run.precision)
 
 
 def variant(run: RunResult) -> str:
@@ -276,12 +281,15 @@ def variant(run: RunResult) -> str:
     return " ".join(parts)
 
 
+# --- one row -------------------------------------------------------------------------------------
+
+
 def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
     """One row, but for its share of the peak, which is its session's: `build_rows` fills it in.
 
     Args:
         runs: at least one, all of one session and kind.
-        baseline: what its speed-up is over; none is given without any.
+        baseline: V1's, for the speed-up; without any there is none.
     """
     first = runs[0]
     shapes = ((run.gate.batch_size, run.gate.seq_len) for run in runs)
@@ -299,48 +307,54 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
         audit=_audit(runs),
         gate_shape=next(((b, t) for b, t in shapes if b is not None and t is not None), None),
     )
+    timed = [run for run in runs if run.step_ms]
+    if _has_failed(row, runs):
+        return row
+    if timed[0].gradients is not None:
+        for name, value in vars(timed[0].gradients).items():
+            setattr(row, name, value)
+    row.plausibility = sorted({sentence for run in timed for sentence in run.plausibility})
+    interrupted = sum(run.status == "interrupted" for run in timed)
+    cut = f"{interrupted} of {len(timed)} runs interrupted" if interrupted else ""
+    if any(run.interpreted for run in timed):
+        row.status = "interpreted"
+        row.note = join(
+            f"{NOT_COMPARABLE}: Triton's interpreter ran its kernels, for fewer steps and with "
+            "memory of its own",
+            cut,
+        )
+        return row
+    row.note = join(cut, _disturbance(timed))
+    _fill_memory_and_losses(row, timed)
+    _fill_times(row, steady(timed))
+    _fill_speedup(row, steady(timed), baseline)
+    _fill_startup(row, timed)
+    return row
+
+
+def _has_failed(row: Row, runs: list[RunResult]) -> bool:
+    """Whether a run was refused or broke: the row's status and note say so then."""
     refused = next((run.refused for run in runs if run.refused), None)
     if refused is not None:
         check, failures = refused
         more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
         row.status, row.note = "failed", f"{check} failed: {failures[0]}{more}"
-        return row
+        return True
     broken = [run for run in runs if run.error]
-    timed = [run for run in runs if run.step_ms]
-    if broken or not timed:
+    if broken or not any(run.step_ms for run in runs):
         skipped = bool(broken) and all(run.status == "skipped" for run in broken)
         row.status = "skipped" if skipped else "failed"
         row.note = (broken[0].error if broken else None) or "no timed step"
-        return row
-    if timed[0].gradients is not None:
-        for name, value in dataclasses.asdict(timed[0].gradients).items():
-            setattr(row, name, value)
-    row.plausibility = sorted({sentence for run in timed for sentence in run.plausibility})
-    if interrupted := sum(run.status == "interrupted" for run in timed):
-        row.note = f"{interrupted} of {len(timed)} runs interrupted"
-    if any(run.interpreted for run in timed):
-        row.status = "interpreted"
-        why = (
-            f"{NOT_COMPARABLE}: Triton's interpreter ran its kernels, for fewer steps and with "
-            "memory of its own"
-        )
-        row.note = join(why, row.note)
-        return row
-    measured = [run.memory_mb for run in timed if run.memory_mb]
-    if measured:
-        row.memory_mb = max(measured, key=lambda memory: float(memory["peak"]))
-        row.peak_memory_mb = float(row.memory_mb["peak"])
-    losses = timed[0].losses
-    row.loss_first, row.loss_last, row.steps = losses[0], losses[-1], len(losses)
-    used = steady(timed)
-    _fill_times(row, used)
-    if disturbed := sum(run.disturbed for run in timed):
-        effect = "the times are too long" if disturbed == len(timed) else "not in the times"
-        count = f"{disturbed} of {len(timed)} runs disturbed by other programs"
-        row.note = join(row.note, f"{count}: {effect}")
-    _fill_speedup(row, used, baseline)
-    _fill_startup(row, timed)
-    return row
+        return True
+    return False
+
+
+def _disturbance(timed: list[RunResult]) -> str:
+    disturbed = sum(run.disturbed for run in timed)
+    if not disturbed:
+        return ""
+    effect = "the times are too long" if disturbed == len(timed) else "not in the times"
+    return f"{disturbed} of {len(timed)} runs disturbed by other programs: {effect}"
 
 
 def steady(runs: list[RunResult]) -> list[RunResult]:
@@ -363,24 +377,13 @@ def _worst(statuses: Iterable[str], *order: str) -> str:
     return next((status for status in order if status in found), "not run")
 
 
-def verdict_notes(rows: Iterable[Row]) -> list[str]:
-    """Notes on what qualifies verdicts and speed-ups: smaller gates, runs that were not audited,
-    and ratios without an interval."""
-    rows = list(rows)
-    lines = without_interval(rows)
-    shapes = dict.fromkeys(row.gate_shape for row in rows if row.gate_is_smaller)
-    if shapes:
-        named = ", ".join(f"{shape[0]} x {shape[1]}" for shape in shapes if shape is not None)
-        lines.append(f"*: the gate ran on fewer tokens than the run: {named}")
-    if any(row.verdict == NOT_AUDITED for row in rows):
-        lines.append(f"{NOT_AUDITED}: the timed run itself was not compared with a run of V1")
-    return lines
-
-
-def without_interval(rows: Iterable[Row]) -> list[str]:
-    """Why some ratios have no interval, in a sentence; empty if all have."""
-    note = f"({ONE_PROCESS}): no interval, which takes two processes of each version"
-    return [note] if any(row.speedup_text().endswith(f"({ONE_PROCESS})") for row in rows) else []
+def _fill_memory_and_losses(row: Row, timed: list[RunResult]) -> None:
+    measured = [run.memory_mb for run in timed if run.memory_mb]
+    if measured:
+        row.memory_mb = max(measured, key=lambda memory: float(memory["peak"]))
+        row.peak_memory_mb = float(row.memory_mb["peak"])
+    losses = timed[0].losses
+    row.loss_first, row.loss_last, row.steps = losses[0], losses[-1], len(losses)
 
 
 def _fill_times(row: Row, timed: list[RunResult]) -> None:
@@ -420,12 +423,15 @@ def _fill_speedup(row: Row, timed: list[RunResult], baseline: list[RunResult]) -
 
 
 def _fill_startup(row: Row, timed: list[RunResult]) -> None:
+    def seconds(setup_s: dict[str, float]) -> float:
+        return sum(setup_s[name] for name in STARTUP)
+
     measured = [run.setup_s for run in timed if STARTUP <= run.setup_s.keys()]
     if not measured:
         return
     row.prepared_beside = max(run.prepared_beside for run in timed)
-    row.setup_s = max(measured, key=_startup)
-    row.startup_s, row.startup_least_s = _startup(row.setup_s), min(map(_startup, measured))
+    row.setup_s = max(measured, key=seconds)
+    row.startup_s, row.startup_least_s = seconds(row.setup_s), min(map(seconds, measured))
     if row.speedup is None or row.step_ms is None or row.speedup_text() == "baseline":
         return
     low, high = row.speedup_ci or (1.0, 1.0)
@@ -437,12 +443,31 @@ def _fill_startup(row: Row, timed: list[RunResult]) -> None:
     row.break_even = f"after {row.break_even_steps:,} steps" if row.break_even_steps else "at once"
 
 
-def _startup(setup_s: dict[str, float]) -> float:
-    return sum(setup_s[name] for name in STARTUP)
+# --- notes ---------------------------------------------------------------------------------------
 
 
 def join(*notes: str) -> str:
     return "; ".join(note for note in notes if note)
+
+
+def verdict_notes(rows: Iterable[Row]) -> list[str]:
+    """Notes on what qualifies verdicts and speed-ups: smaller gates, runs that were not audited,
+    and ratios without an interval."""
+    rows = list(rows)
+    lines = without_interval(rows)
+    shapes = dict.fromkeys(row.gate_shape for row in rows if row.gate_is_smaller)
+    if shapes:
+        named = ", ".join(f"{shape[0]} x {shape[1]}" for shape in shapes if shape is not None)
+        lines.append(f"*: the gate ran on fewer tokens than the run: {named}")
+    if any(row.verdict == NOT_AUDITED for row in rows):
+        lines.append(f"{NOT_AUDITED}: the timed run itself was not compared with a run of V1")
+    return lines
+
+
+def without_interval(rows: Iterable[Row]) -> list[str]:
+    """Why some ratios have no interval, in a sentence; empty if all have."""
+    note = f"({ONE_PROCESS}): no interval, which takes two processes of each version"
+    return [note] if any(row.speedup_text().endswith(f"({ONE_PROCESS})") for row in rows) else []
 
 
 def trained_differently(runs: Iterable[RunResult]) -> list[str]:

@@ -5,13 +5,14 @@ is timed. For a process that left no result, because it failed or was not starte
 written, so that the result files alone describe the whole session.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,13 +22,13 @@ from workshop.errors import WorkshopError
 from workshop.gate.parity import Setting
 from workshop.judge.cases import Case, Round
 from workshop.judge.judge import Candidate, gate_shape, is_v1
-from workshop.judge.plans import LEARNING_RATE, Options, Plan, flag, record
+from workshop.judge.plans import LEARNING_RATE, Asked, Options, Plan, flag, record
 from workshop.judge.process import in_parallel, share_of_compilers
 from workshop.results import RunResult
 from workshop.run import data, hardware, interpreter, presets, waiting
 from workshop.run.precision import LADDER, get_precision
 
-__all__ = ["Options", "Plan", "alternate", "check", "load_session", "run_plans"]
+__all__ = ["Asked", "Options", "Plan", "Planned", "alternate", "plan", "run_plans"]
 
 UNDER_WAY = " ..."
 """Ends a line about a stage that may take long."""
@@ -40,71 +41,91 @@ Hear = Callable[[Plan, str], object]
 """Takes a line that the process of a plan has printed."""
 
 
-def alternate(plans: list[Plan], repeats: int) -> list[Plan]:
+@dataclass(frozen=True)
+class Planned:
+    """The processes of a comparison, in the order in which they are timed."""
+
+    plans: Iterable[Plan]
+    """A list; or a generator, which may read what earlier plans left in the session's folder."""
+    keys: Sequence[str]
+    """The versions of all plans."""
+    total: int
+    """The number of plans, at the most."""
+    skipped: list[str] = field(default_factory=list)
+    """In sentences, what can't run here."""
+
+    @staticmethod
+    def of(plans: Sequence[Plan], skipped: Iterable[str] = ()) -> "Planned":
+        return Planned(plans, [plan.version for plan in plans], len(plans), list(skipped))
+
+
+def alternate(plans: Sequence[Plan], repeats: int) -> list[Plan]:
     """The plans once for each repeat, in alternating directions; interpreted ones only once."""
-    runs = []
-    for repeat in range(repeats):
-        order = plans if repeat % 2 == 0 else plans[::-1]
-        runs += [
-            dataclasses.replace(plan, repeat=repeat)
-            for plan in order
-            if repeat == 0 or not plan.interpreted
-        ]
-    return runs
+    return [
+        dataclasses.replace(plan, repeat=repeat)
+        for repeat in range(repeats)
+        for plan in (plans if repeat % 2 == 0 else plans[::-1])
+        if repeat == 0 or not plan.interpreted
+    ]
 
 
-def check(arguments: argparse.Namespace) -> tuple[torch.device, list[str], list[str]]:
-    """The device, presets and precisions of compare_versions.py's arguments. Raises WorkshopError:
-    one of them, a count or the seed is invalid."""
+def check(asked: Asked) -> tuple[torch.device, list[str], list[str]]:
+    """The device, presets and precisions that are asked for. Raises WorkshopError: one of them, a
+    count or the seed is invalid."""
     limits = (("num_steps", 10**6), ("warmup_steps", 10**6), ("repeats", 1000), ("jobs", 1000))
     for name, most in limits:
-        value = getattr(arguments, name)
+        value = getattr(asked, name)
         if not 1 <= value <= most:
             bound = "at least 1" if value < 1 else f"at most {most:,}"
             raise WorkshopError(f"{flag(name)} {value}: it must be {bound}")
-    if not 0 <= arguments.seed < 2**63:
-        raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
-    device = hardware.get_device(arguments.device)
-    configs = list(dict.fromkeys(arguments.config or [presets.default_preset(device.type)]))
+    if not 0 <= asked.seed < 2**63:
+        raise WorkshopError(f"--seed {asked.seed}: it must lie between 0 and 2^63")
+    device = hardware.get_device(asked.device)
+    configs = list(dict.fromkeys(asked.config or [presets.default_preset(device.type)]))
     for config in configs:
         presets.get_preset(config)
-    precisions = [get_precision(name, device, LADDER).name for name in arguments.precision]
+    precisions = [get_precision(name, device, LADDER).name for name in asked.precision]
     return device, configs, list(dict.fromkeys(precisions))
 
 
-def run_plans(
-    plans: Iterable[Plan],
-    arguments: argparse.Namespace,
-    session: str,
-    *,
-    keys: Iterable[str] = (),
-    total: int | None = None,
-) -> tuple[list[RunResult], bool]:
+def plan(asked: Asked) -> Planned:
+    """All processes of a comparison of versions, alternating. Raises WorkshopError: an invalid
+    version, preset, precision, device or count."""
+    device, configs, precisions = check(asked)
+    keys = versions.baseline_first(asked.versions or versions.available())
+    slow = {key for key in keys if interpreter.serves(versions.get_version(key), device)}
+    plans = []
+    for config, name in itertools.product(configs, precisions):
+        own = [Plan(key, config, name, interpreted=key in slow) for key in keys]
+        plans += alternate(own, asked.repeats)
+    return Planned.of(plans)
+
+
+def load_session(output_dir: Path, session: str) -> list[RunResult]:
+    return records.load_runs(records.path_in(output_dir, session), RunResult)
+
+
+def run_plans(planned: Planned, asked: Asked, session: str) -> tuple[list[RunResult], bool]:
     """Runs the processes and times one after the other; their results, and whether Ctrl-C ended
     them.
 
     A version that failed at a size is not run there again. A run that other programs disturbed is
     measured again once, and both are kept.
-
-    Args:
-        plans: a list; or a generator, which may read what earlier plans left in the session's
-            folder, with its versions as `keys` and its greatest length as `total`.
-        arguments: num_steps, warmup_steps, repeats, jobs, device, data, seed, output_dir.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    if isinstance(plans, list):
-        keys, total = [plan.version for plan in plans], len(plans)
     console = Console(stderr=True)
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    missing = _announce(keys, arguments, say)
+    for line in planned.skipped:
+        say(line)
+    missing = _announce(planned.keys, asked, say)
     count = TextColumn("{task.completed}/{task.total}")
     what = TextColumn("{task.description}", markup=False)  # lines as the child printed them
     columns = (BarColumn(20), count, TimeElapsedColumn(), what)
     interrupted = False
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total)
+        task = progress.add_task("", total=planned.total)
 
         def hear(plan: Plan, line: str) -> None:
             progress.update(task, description=f"{plan.label}: {line[:70]}")
@@ -112,18 +133,18 @@ def run_plans(
                 say(f"{plan.label}: {line}")
 
         try:
-            with contextlib.closing(_Session(session, arguments, missing, say, hear)) as under_way:
-                for batch in _batches(plans, arguments.jobs):
+            with contextlib.closing(_Session(session, asked, missing, say, hear)) as under_way:
+                for batch in _batches(planned.plans, asked.jobs):
                     under_way.run(batch)
                     progress.advance(task, len(batch))
         except KeyboardInterrupt:
             interrupted = True
-    return load_session(arguments.output_dir, session), interrupted
+    return load_session(asked.output_dir, session), interrupted
 
 
 def _batches(plans: Iterable[Plan], jobs: int) -> Iterator[list[Plan]]:
-    """Batches of up to `jobs` plans, never two of one version and size: what fails is not run
-    again. With one job no plan is asked for before the one before it was run."""
+    """Batches of up to `jobs` plans; a batch never holds the same version and size twice, as one
+    that fails is not run again. With one job each plan is run before the next is asked for."""
     batch: list[Plan] = []
     for plan in plans:
         if plan.label in [other.label for other in batch]:
@@ -137,13 +158,9 @@ def _batches(plans: Iterable[Plan], jobs: int) -> Iterator[list[Plan]]:
         yield batch
 
 
-def load_session(output_dir: Path, session: str) -> list[RunResult]:
-    return records.load_runs(records.path_in(output_dir, session), RunResult)
-
-
-def _announce(keys: Iterable[str], arguments: argparse.Namespace, say: Say) -> dict[str, str]:
-    """Names what each version lacks here. Prints it, and which will be interpreted."""
-    device, found = hardware.get_device(arguments.device), {}
+def _announce(keys: Iterable[str], asked: Asked, say: Say) -> dict[str, str]:
+    """What each version lacks here. Prints it, and which versions will be interpreted."""
+    device, found = hardware.get_device(asked.device), {}
     for key in dict.fromkeys(keys):
         version = versions.get_version(key)
         if missing := versions.missing(version):
@@ -158,24 +175,20 @@ class _Session:
     """A session under way, and what has failed in it."""
 
     def __init__(
-        self,
-        name: str,
-        arguments: argparse.Namespace,
-        missing: Mapping[str, str],
-        say: Say,
-        hear: Hear,
+        self, name: str, asked: Asked, missing: Mapping[str, str], say: Say, hear: Hear
     ) -> None:
-        self.name, self.arguments, self.missing = name, arguments, missing
+        self.name, self.asked, self.missing = name, asked, missing
         self.say, self.hear = say, hear
+        self.device = hardware.get_device(asked.device)
         self.failed: set[str] = set()
-        self._source = data.Source(arguments.data)
+        self._source = data.Source(asked.data)
         self._cases: dict[str, Case] = {}
         """By size and precision; no more than one has a process."""
         self._waiting: list[Candidate] = []
         """Those whose reference, V1's own run, comes later in their repeat."""
         self._gates: dict[str, results.Parity] = {}
         """Verdicts of runs that are measured again in the place of the first time."""
-        self._path = records.path_in(arguments.output_dir, name)
+        self._path = records.path_in(asked.output_dir, name)
         self._stored: records.Comparison | None = None
 
     def close(self) -> None:
@@ -185,22 +198,59 @@ class _Session:
     def run(self, batch: list[Plan]) -> None:
         """Runs plans that prepare at the same time; once more those that were disturbed."""
         for plan in batch:
-            reason = plan.left_out or self.missing.get(plan.version)
+            reason = plan.skipped or self.missing.get(plan.version)
             if reason and plan.label not in self.failed:
-                result = record(plan, self.arguments, self.name)
+                result = record(plan, self.asked, self.name)
                 result.status, result.error = "skipped", reason
                 self._save(plan, result)
-                if plan.left_out:
+                if plan.skipped:
                     self.say(f"{plan.label}: {reason}")
         disturbed = self._time([plan for plan in batch if plan.label not in self.failed])
         self._time([dataclasses.replace(plan, again=True) for plan in disturbed])
 
+    def _time(self, batch: list[Plan]) -> list[Plan]:
+        """Runs and times the plans; those that other programs disturbed."""
+        started = (one for plan in batch if (one := self._start(plan, len(batch) - 1)))
+        with in_parallel(started) as candidates:
+            for one in candidates:
+                one.measure()
+                self._finish(one)
+        disturbed = [one.plan for one in candidates if one.result.disturbed or self._doubts(one)]
+        return [plan for plan in disturbed if plan.label not in self.failed]
+
+    @staticmethod
+    def _doubts(one: Candidate) -> bool:
+        """Whether a run's times contradict the judge's for the first time: that may be luck."""
+        return bool(one.wrong_times) and not one.plan.again
+
+    def _start(self, plan: Plan, beside: int) -> Candidate | None:
+        """Starts a plan's process when V1 has answered what it needs; None, recorded and told, if
+        V1 could not."""
+        result = record(plan, self.asked, self.name, beside)
+        if plan.again:
+            result.gate = self._gates.pop(plan.label, result.gate)
+        try:
+            case = self._case_of(plan, result)
+            if plan.interpreted:
+                made = Round(case.draw(1, warmup=1))
+            else:
+                made = case.round(plan.repeat, plan.again, self.asked.num_steps)
+        except WorkshopError as error:
+            result.status, result.error = "failed", str(error)
+            self._save(plan, result)
+            self._tell(plan, result.error)
+            return None
+        if self.device.type == "cuda":  # its memory is the candidate's
+            case.release()
+        environment = self._environment(plan.interpreted, beside)
+        hear = functools.partial(self.hear, plan)
+        return Candidate(plan, case, made, self.asked, result, environment, hear)
+
     def _case_of(self, plan: Plan, result: RunResult) -> Case:
         """The references of a plan's size and precision, up to those of its gate."""
         config, batch_size, seq_len = plan.model_config()
-        device = hardware.get_device(self.arguments.device)
-        precision = get_precision(plan.precision, device, LADDER)
-        setting = Setting(config, precision, device, self.arguments.seed, batch_size, seq_len)
+        precision = get_precision(plan.precision, self.device, LADDER)
+        setting = Setting(config, precision, self.device, self.asked.seed, batch_size, seq_len)
         key = repr(setting)
         for other, case in self._cases.items():
             if other != key:
@@ -210,7 +260,7 @@ class _Session:
             self._cases[key] = Case(
                 setting,
                 self._source,
-                warmup=self.arguments.warmup_steps,
+                warmup=self.asked.warmup_steps,
                 learning_rate=LEARNING_RATE,
                 environment=self._environment(),
                 v1_is_timed=is_v1(plan, result),
@@ -220,47 +270,18 @@ class _Session:
             case.prepare_gate(gate_shape(plan, case))
         return case
 
-    def _time(self, batch: list[Plan]) -> list[Plan]:
-        """Those that other programs disturbed."""
-        with in_parallel(self._started(batch)) as candidates:
-            for one in candidates:
-                one.measure()
-                self._finish(one)
-        disturbed = [one for one in candidates if one.result.disturbed or self._doubts(one)]
-        return [one.plan for one in disturbed if one.plan.label not in self.failed]
-
-    @staticmethod
-    def _doubts(one: Candidate) -> bool:
-        """Whether a run's times contradict the judge's for the first time: that may be luck."""
-        return bool(one.wrong_times) and not one.plan.again
-
-    def _started(self, batch: list[Plan]) -> Iterator[Candidate]:
-        """Starts a process for each plan, when V1 has answered what it needs, if it can."""
-        for plan in batch:
-            if started := self._start(plan, len(batch) - 1):
-                yield started
-
-    def _start(self, plan: Plan, beside: int) -> Candidate | None:
-        """None, recorded and told, if V1 could not answer what the plan needs."""
-        result = record(plan, self.arguments, self.name, beside)
-        if plan.again:
-            result.gate = self._gates.pop(plan.label, result.gate)
-        try:
-            case = self._case_of(plan, result)
-            if plan.interpreted:
-                made = Round(case.draw(1, warmup=1))
-            else:
-                made = case.round(plan.repeat, plan.again, self.arguments.num_steps)
-        except WorkshopError as error:
-            result.status, result.error = "failed", str(error)
-            self._save(plan, result)
-            self._tell(plan, result.error)
-            return None
-        if case.setting.device.type == "cuda":  # its memory is the candidate's
-            case.release()
-        environment = self._environment(plan.interpreted, beside)
-        hear = functools.partial(self.hear, plan)
-        return Candidate(plan, case, made, self.arguments, result, environment, hear)
+    def _environment(self, interpreted: bool = False, beside: int = 0) -> dict[str, str]:
+        environment = dict(os.environ)
+        environment.pop(interpreter.VARIABLE, None)  # torch.compile's kernels obey it too
+        if self.device.type == "cpu":
+            environment |= waiting.short_spin()
+        if beside:
+            environment = share_of_compilers(beside + 1) | environment
+        if interpreted:
+            # Set for a CPU that has a GPU beside it, too. Its products are so small that threads
+            # take longer to meet than to multiply.
+            environment |= {interpreter.VARIABLE: "1", "OMP_NUM_THREADS": "1"}
+        return environment
 
     def _finish(self, one: Candidate) -> None:
         """Judges a candidate, and those that have waited for it; saves and tells."""
@@ -295,19 +316,6 @@ class _Session:
             results.write_text(log, "\n".join(stderr) + "\n")
 
     def _tell(self, plan: Plan, what: str) -> None:
-        repeats = 1 if plan.interpreted else self.arguments.repeats
+        repeats = 1 if plan.interpreted else self.asked.repeats
         again = " again" if plan.again else ""
         self.say(f"{plan.label}, run {plan.repeat + 1} of {repeats}{again}: {what}")
-
-    def _environment(self, interpreted: bool = False, beside: int = 0) -> dict[str, str]:
-        environment = dict(os.environ)
-        environment.pop(interpreter.VARIABLE, None)  # torch.compile's kernels obey it too
-        if hardware.get_device(self.arguments.device).type == "cpu":
-            environment |= waiting.short_spin()
-        if beside:
-            environment = share_of_compilers(beside + 1) | environment
-        if interpreted:
-            # Set for a CPU that has a GPU beside it, too. Its products are so small that threads
-            # take longer to meet than to multiply.
-            environment |= {interpreter.VARIABLE: "1", "OMP_NUM_THREADS": "1"}
-        return environment

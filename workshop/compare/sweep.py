@@ -5,7 +5,6 @@ predicted, and it is tried only if it may fit. A run that is out of memory all t
 as such, and ends that version's curve.
 """
 
-import argparse
 import dataclasses
 import itertools
 import math
@@ -18,7 +17,7 @@ import torch
 from workshop import versions
 from workshop.compare import rows, sessions
 from workshop.compare.rows import Row
-from workshop.compare.sessions import Plan
+from workshop.compare.sessions import Asked, Plan, Planned
 from workshop.errors import NotOnThisMachine, WorkshopError, printable
 from workshop.gate import gate_size
 from workshop.results import MODEL_SIZES, MOST, Kind, RunResult, model_sizes
@@ -117,91 +116,115 @@ def sizes_at(axis: Axis, size: int, preset: Preset) -> dict[str, int]:
             "num_kv_heads": heads // 2}  # fmt: skip
 
 
+def size_of(run: RunResult, axis: Axis) -> float:
+    """Size of a run along the axis."""
+    return float(run.config.get(axis.field) or getattr(run, axis.field))
+
+
+Kept = tuple[tuple[str, float], ...]
+"""All sizes but the one that grows, by name; over the hidden dimension the heads' size, not their
+number."""
+
+
+def _kept(axis: Axis, model: Mapping[str, float], batch_size: int, seq_len: int) -> Kept:
+    sizes = {name: float(model[name]) for name in MODEL_SIZES}
+    sizes |= {"batch_size": batch_size, "seq_len": seq_len}
+    if axis.field == "hidden_dim":
+        hidden = sizes.pop("hidden_dim")
+        heads, kv_heads = sizes.pop("num_heads"), sizes.pop("num_kv_heads")
+        sizes |= {"head size": hidden / heads, "heads to one of k and v": heads / kv_heads}
+        sizes["FFN to hidden"] = sizes.pop("intermediate_dim") / hidden
+    sizes.pop(axis.field, None)
+    return tuple(sorted(sizes.items()))
+
+
+def _kept_by(run: RunResult, axis: Axis) -> Kept:
+    return _kept(axis, run.config, run.batch_size, run.seq_len)
+
+
+def _kept_by_preset(preset: Preset, axis: Axis) -> Kept:
+    return _kept(axis, preset.model(), preset.batch_size, preset.seq_len)
+
+
 # --- running -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Range:
-    """Runs of the versions over an axis, for each preset and precision."""
-
-    axis: Axis
-    sizes: list[int]
-    keys: list[str]
-    presets: list[str]
-    precisions: list[str]
-    device: torch.device
-    free_bytes: int | None
-    left_out: list[str]
-    """In sentences."""
-
-
-def plan(arguments: argparse.Namespace) -> Range:
-    """Turns compare_versions.py's arguments into a range.
+def plan(asked: Asked, words: Sequence[str], session: str) -> Planned:
+    """The processes of the sweep that `words` name.
 
     Raises:
         WorkshopError: an invalid version, preset, precision, device, size or count.
         NotOnThisMachine: all of the versions would be interpreted.
     """
-    device, configs, precisions = sessions.check(arguments)
-    axis, sizes = parse(arguments.sweep)
+    device, configs, precisions = sessions.check(asked)
+    axis, sizes = parse(words)
     if len(sizes) < 2:
         raise WorkshopError(f"--sweep {axis.flag}: give two sizes or more")
-    keys = versions.baseline_first(arguments.versions or versions.available())
-    slow = [key for key in keys if interpreter.serves(versions.get_version(key), device)]
-    if slow == keys:
-        raise NotOnThisMachine(f"--sweep: {', '.join(keys)} can only be interpreted here")
+    if asked.jobs > 1:
+        raise WorkshopError("--jobs: no more than 1 with --sweep, where a size may fill the memory")
+    wanted = versions.baseline_first(asked.versions or versions.available())
+    slow = [key for key in wanted if interpreter.serves(versions.get_version(key), device)]
+    keys = [key for key in wanted if key not in slow]
+    if not keys:
+        raise NotOnThisMachine(f"--sweep: {', '.join(slow)} can only be interpreted here")
     for config, size in itertools.product(configs, sizes):
         sizes_at(axis, size, presets.get_preset(config))
-    left_out = [f"{key}: left out: interpreted, it has no times to compare" for key in slow]
-    keys = [key for key in keys if key not in slow]
+    skipped = [f"{key}: skipped: interpreted, it has no times to compare" for key in slow]
     free = hardware.free_memory_bytes(device)
-    return Range(axis, sizes, keys, configs, precisions, device, free, left_out)
+
+    def plans() -> Iterator[Plan]:
+        for config, precision in itertools.product(configs, precisions):
+            kept = _kept_by_preset(presets.get_preset(config), axis)
+            left = keys
+            for size in sizes:
+                runs = [
+                    run
+                    for run in sessions.load_session(asked.output_dir, session)
+                    if run.precision == precision and _kept_by(run, axis) == kept
+                ]
+                ended = {run.version for run in runs if out_of_memory(run)}
+                own = [
+                    _at(axis, size, Plan(key, config, precision, kind=KIND), runs, device, free)
+                    for key in left
+                    if key not in ended
+                ]
+                left = [plan.version for plan in own if not plan.skipped]
+                yield from sessions.alternate(own, asked.repeats)
+
+    total = len(configs) * len(precisions) * len(sizes) * len(keys) * asked.repeats
+    return Planned(plans(), keys, total, skipped)
 
 
-def plans(scope: Range, arguments: argparse.Namespace, session: str) -> Iterator[Plan]:
-    """The processes, size by size, of the versions that may have the memory for it, as the smaller
-    sizes' results in the session's folder show."""
-    for config, precision in itertools.product(scope.presets, scope.precisions):
-        preset = presets.get_preset(config)
-        kept = _kept(scope.axis, preset.model(), preset.batch_size, preset.seq_len)
-        left = scope.keys
-        for size in scope.sizes:
-            runs = [
-                run
-                for run in sessions.load_session(arguments.output_dir, session)
-                if run.precision == precision and kept_by(run, scope.axis) == kept
-            ]
-            ended = {run.version for run in runs if out_of_memory(run)}
-            own = [
-                _plan(scope, Plan(key, config, precision, kind=KIND), size, runs)
-                for key in left
-                if key not in ended
-            ]
-            left = [plan.version for plan in own if not plan.left_out]
-            yield from sessions.alternate(own, arguments.repeats)
-
-
-def _plan(scope: Range, plan: Plan, size: int, runs: list[RunResult]) -> Plan:
-    """The plan at one size; left out if the smaller sizes' runs predict that it can't fit."""
-    axis = scope.axis
+def _at(
+    axis: Axis,
+    size: int,
+    plan: Plan,
+    runs: list[RunResult],
+    device: torch.device,
+    free_bytes: int | None,
+) -> Plan:
+    """The plan at one size; skipped if the smaller sizes' runs predict that it can't fit."""
     changes = sizes_at(axis, size, presets.get_preset(plan.config))
     plan = dataclasses.replace(plan, sizes=changes, name=f"{axis.flag} {size}")
-    if scope.free_bytes is None:
+    if free_bytes is None:
         return plan
-    _, sizes = plan.shape()
-    free_mb = scope.free_bytes / MB
     peaks = peaks_mb([run for run in runs if run.version == plan.version], axis)
     # A GPU that runs out of memory reports it; a CPU's process is killed.
-    cautious = scope.device.type == "cpu"
+    cautious = device.type == "cpu"
     predicted_mb = predict(peaks, size, axis.degree, cautious=cautious)
     if predicted_mb is None and cautious:
+        _, sizes = plan.shape()
         shape = sizes["batch_size"], sizes["seq_len"]
         predicted_mb = estimate_mb(plan.version, model_sizes(sizes), *shape)
-    if predicted_mb is None or predicted_mb <= LEEWAY[scope.device.type] * free_mb:
+    free_mb = free_bytes / MB
+    if predicted_mb is None or predicted_mb <= LEEWAY[device.type] * free_mb:
         return plan
     why = f"not tried: predicted to take {predicted_mb:,.0f} MB of {free_mb:,.0f} MB free"
     prediction = {"predicted_mb": predicted_mb, "free_mb": free_mb}
-    return dataclasses.replace(plan, left_out=why, prediction=prediction)
+    return dataclasses.replace(plan, skipped=why, prediction=prediction)
+
+
+# --- memory --------------------------------------------------------------------------------------
 
 
 def estimate_mb(version: str, model: flops.Sizes, batch_size: int, seq_len: int) -> float:
@@ -212,9 +235,6 @@ def estimate_mb(version: str, model: flops.Sizes, batch_size: int, seq_len: int)
 
 def _state_mb(model: flops.Sizes) -> float:
     return flops.ADAMW_STATE_BYTES_PER_PARAMETER * flops.parameter_count(model) / MB
-
-
-# --- memory --------------------------------------------------------------------------------------
 
 
 def out_of_memory(run: RunResult) -> bool:
@@ -289,31 +309,6 @@ def size_that_fills(peaks: Mapping[float, float], free_mb: float, degree: int) -
 # --- from results --------------------------------------------------------------------------------
 
 
-def size_of(run: RunResult, axis: Axis) -> float:
-    """Size of a run along the axis."""
-    return float(run.config.get(axis.field) or getattr(run, axis.field))
-
-
-def kept_by(run: RunResult, axis: Axis) -> tuple[tuple[str, float], ...]:
-    """All sizes of a run but the one that grows, by name; over the hidden dimension the heads'
-    size, not their number."""
-    return _kept(axis, run.config, run.batch_size, run.seq_len)
-
-
-def _kept(
-    axis: Axis, model: Mapping[str, float], batch_size: int, seq_len: int
-) -> tuple[tuple[str, float], ...]:
-    sizes = {name: float(model[name]) for name in MODEL_SIZES}
-    sizes |= {"batch_size": batch_size, "seq_len": seq_len}
-    if axis.field == "hidden_dim":
-        hidden = sizes.pop("hidden_dim")
-        heads, kv_heads = sizes.pop("num_heads"), sizes.pop("num_kv_heads")
-        sizes |= {"head size": hidden / heads, "heads to one of k and v": heads / kv_heads}
-        sizes["FFN to hidden"] = sizes.pop("intermediate_dim") / hidden
-    sizes.pop(axis.field, None)
-    return tuple(sorted(sizes.items()))
-
-
 @dataclass(frozen=True)
 class Point:
     """A version at one size. `predicted_mb` and `free_mb` are set if it was not tried."""
@@ -365,9 +360,9 @@ class Sweep:
     config: str
     precision: str
     device: str
+    session: str
     memory_mb: float | None
     """Memory of the device, if known."""
-    session: str
     curves: list[Curve] = field(default_factory=list)
 
     @property
@@ -379,9 +374,13 @@ class Sweep:
     def failed(self) -> bool:
         return any(point.failed for curve in self.curves for point in curve.points)
 
+    @property
+    def rows(self) -> list[Row]:
+        return [point.row for curve in self.curves for point in curve.points]
+
     def includes(self, run: RunResult) -> bool:
         own = (self.axis, self.config, self.precision, self.device, self.session)
-        return run.kind == KIND and (*_kind(AXES[self.axis], run), run.session) == own
+        return run.kind == KIND and _names(AXES[self.axis], run) == own
 
 
 def build(
@@ -394,62 +393,51 @@ def build(
         sizes: use these only; none for all.
         least: a sweep has at least this many sizes.
     """
-    by_kind: dict[tuple[object, ...], dict[str, list[RunResult]]] = {}
-    for run in runs:
-        if run.kind == KIND and (not sizes or size_of(run, axis) in sizes):
-            key = (str(run.device.get("name")), run.precision, kept_by(run, axis))
-            by_kind.setdefault(key, {}).setdefault(run.session, []).append(run)
+    by_kind = rows.grouped(
+        (run for run in runs if run.kind == KIND and (not sizes or size_of(run, axis) in sizes)),
+        lambda run: (str(run.device.get("name")), run.precision, _kept_by(run, axis)),
+    )
     sweeps = []
-    for by_session in by_kind.values():
-        own = [by_session[session] for session in sorted(by_session)]
-        enough = [one for one in own if len({size_of(run, axis) for run in one}) >= least]
-        sweeps += [_build(axis, one) for one in enough[-1:]]
+    for its in by_kind.values():
+        by_session = sorted(rows.grouped(its, lambda run: run.session).items())
+        found = [own for _, own in by_session if len({size_of(run, axis) for run in own}) >= least]
+        sweeps += [_build(axis, own) for own in found[-1:]]
     return sorted(sweeps, key=lambda sweep: (sweep.device, sweep.config, sweep.precision))
 
 
 def _build(axis: Axis, runs: list[RunResult]) -> Sweep:
-    first = runs[0]
-    by_curve: dict[tuple[str, str], list[RunResult]] = {}
-    for run in runs:
-        by_curve.setdefault((run.version, rows.variant(run)), []).append(run)
+    by_curve = rows.grouped(runs, lambda run: (run.version, rows.variant(run)))
     baseline = by_curve.get((versions.BASELINE, ""), [])
-    memory = first.device.get("memory_gb")
+    memory = runs[0].device.get("memory_gb")
     memory_mb = float(memory) * 1e3 if isinstance(memory, (int, float)) else None
     keys = sorted(by_curve, key=lambda key: (list(versions.ALL).index(key[0]), key[1]))
     curves = [_curve(axis, by_curve[key], baseline, memory_mb) for key in keys]
-    return Sweep(*_kind(axis, first), memory_mb, first.session, curves)
+    return Sweep(*_names(axis, runs[0]), memory_mb, curves)
 
 
-def _kind(axis: Axis, run: RunResult) -> tuple[str, str, str, str]:
-    """The axis, the preset whose sizes are kept along it, precision and device."""
-    kept = kept_by(run, axis)
-    found = (
-        name
-        for name, preset in PRESETS.items()
-        if _kept(axis, preset.model(), preset.batch_size, preset.seq_len) == kept
-    )
-    return axis.flag, next(found, "custom"), run.precision, str(run.device.get("name"))
+def _names(axis: Axis, run: RunResult) -> tuple[str, str, str, str, str]:
+    """The axis, the preset whose sizes are kept along it, precision, device and session."""
+    kept = _kept_by(run, axis)
+    found = (name for name, preset in PRESETS.items() if _kept_by_preset(preset, axis) == kept)
+    place = str(run.device.get("name")), run.session
+    return (axis.flag, next(found, "custom"), run.precision, *place)
 
 
 def _curve(
     axis: Axis, runs: list[RunResult], baseline: list[RunResult], memory_mb: float | None
 ) -> Curve:
-    by_size: dict[float, list[RunResult]] = {}
-    for run in runs:
-        by_size.setdefault(size_of(run, axis), []).append(run)
     points = []
-    for size, own in sorted(by_size.items()):
+    for size, own in sorted(rows.grouped(runs, lambda run: size_of(run, axis)).items()):
         amounts = [own[0].options.get(name) for name in ("predicted_mb", "free_mb")]
         numbers = [float(mb) for mb in amounts if isinstance(mb, (int, float)) and 0 <= mb <= MOST]
-        predicted_mb, free_mb = numbers if len(numbers) == 2 else (None, None)
+        prediction = numbers if len(numbers) == 2 else ()
         row = rows.build_row(own, [run for run in baseline if size_of(run, axis) == size])
-        beyond_memory = any(map(out_of_memory, own))
-        points.append(Point(int(size), row, beyond_memory, predicted_mb, free_mb))
+        points.append(Point(int(size), row, any(map(out_of_memory, own)), *prediction))
     beyond = [point.size for point in points if point.out_of_memory]
     not_tried = [point for point in points if point.predicted_mb is not None]
     free_mb = next((point.free_mb for point in not_tried), memory_mb)
     end = size_that_fills(peaks_mb(runs, axis), free_mb, axis.degree) if free_mb else None
-    # The prediction of what was left out was more cautious than that of the end.
+    # The prediction of what was skipped was more cautious than that of the end.
     limits = [*beyond, *(point.size for point in not_tried)]
     return Curve(
         version=runs[0].version,

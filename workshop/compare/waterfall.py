@@ -4,15 +4,14 @@ Each rung is a command line of a version, so that the code that runs really chan
 files record the switches, and from these alone the waterfall is built again.
 """
 
-import argparse
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from workshop.compare import rows, sessions
 from workshop.compare.rows import Row
-from workshop.compare.sessions import Options, Plan
+from workshop.compare.sessions import Asked, Options, Plan, Planned
 from workshop.errors import WorkshopError, printable
 from workshop.results import Kind, RunResult
 from workshop.run import interpreter, presets, timing, trainer
@@ -123,34 +122,25 @@ def rungs(to: str, precision: str, *, on_gpu: bool, compiles: bool) -> list[Rung
 # --- running -------------------------------------------------------------------------------------
 
 
-def targets(requested: Sequence[str] | None, on_gpu: bool) -> list[str]:
+def targets(requested: Sequence[str], on_gpu: bool) -> list[str]:
     """The versions at the end of a waterfall: the requested ones, else all; but V3 only where its
     kernels are compiled, since the interpreter takes minutes. Raises WorkshopError: a version that
     has no waterfall."""
-    if not requested:
-        return [key for key in TARGETS if on_gpu or not VERSIONS[key].triton]
     for key in requested:
         if key not in TARGETS:
             raise WorkshopError(f"--waterfall {key}: choose from {', '.join(TARGETS)}")
-    return list(dict.fromkeys(requested))
+    all_here = [key for key in TARGETS if on_gpu or not VERSIONS[key].triton]
+    return list(dict.fromkeys(requested)) or all_here
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The requested waterfalls, their processes in an alternating order, and in
-    sentences the rungs that can't run here."""
-
-    requested: Requested
-    plans: list[Plan]
-    left_out: list[str]
-
-
-def plan(arguments: argparse.Namespace) -> Planned:
-    """Turns compare_versions.py's arguments into processes. Raises WorkshopError: an invalid
-    version, preset, precision, device or count."""
-    device, configs, precisions = sessions.check(arguments)
+def plan(asked: Asked, ends: Sequence[str]) -> tuple[Planned, Requested]:
+    """The processes of the waterfalls that end at these versions, and what they are. Raises
+    WorkshopError: an invalid version, preset, precision, device or count."""
+    if asked.versions is not None:
+        raise WorkshopError("--versions: name a waterfall's end after --waterfall, as in v3")
+    device, configs, precisions = sessions.check(asked)
     on_gpu, compiles = device.type == "cuda", trainer.missing_for_compile(device) is None
-    requested = list(itertools.product(targets(arguments.waterfall, on_gpu), precisions))
+    requested = list(itertools.product(targets(ends, on_gpu), precisions))
     found = dict.fromkeys(
         rung
         for to, precision in requested
@@ -171,9 +161,9 @@ def plan(arguments: argparse.Namespace) -> Planned:
             for rung in found
             if not rung.needs
         ]
-        plans += sessions.alternate(own, arguments.repeats)
-    left_out = {f"{r.version}, {r.title}: left out: {r.needs}": None for r in found if r.needs}
-    return Planned(requested, plans, list(left_out))
+        plans += sessions.alternate(own, asked.repeats)
+    skipped = dict.fromkeys(f"{r.version}, {r.title}: skipped: {r.needs}" for r in found if r.needs)
+    return Planned.of(plans, skipped), requested
 
 
 # --- from results --------------------------------------------------------------------------------
@@ -226,17 +216,24 @@ class Waterfall:
         return printable(f"From V1 to {self.to.upper()}, {size}, {where}")
 
     @property
+    def rows(self) -> list[Row]:
+        return [step.row for step in self.steps if step.row]
+
+    @property
     def failed(self) -> bool:
-        return any(step.row is not None and step.row.failed for step in self.steps)
+        return any(row.failed for row in self.rows)
 
     def includes(self, run: RunResult) -> bool:
-        size = (run.config_name, run.batch_size, run.seq_len)
-        place = (run.session, str(run.device.get("name")))
-        own = (self.config, self.batch_size, self.seq_len)
-        return run.kind == KIND and place == (self.session, self.device) and size == own
+        own = (self.config, self.batch_size, self.seq_len, self.device, self.session)
+        return run.kind == KIND and _names(run) == own
 
 
-def build(runs: Sequence[RunResult], requested: Requested | None = None) -> list[Waterfall]:
+def _names(run: RunResult) -> tuple[str, int, int, str, str]:
+    size = (run.config_name, run.batch_size, run.seq_len)
+    return (*size, str(run.device.get("name")), run.session)
+
+
+def build(runs: Iterable[RunResult], requested: Requested | None = None) -> list[Waterfall]:
     """The waterfalls that the runs hold: of each size, device, version and precision the newest
     session's.
 
@@ -244,29 +241,18 @@ def build(runs: Sequence[RunResult], requested: Requested | None = None) -> list
         requested: build these, even if few of their rungs were run. None builds those of which a
             rung of their own was run; else the first of TARGETS, if a shared rung was.
     """
-    by_size: dict[tuple[object, ...], dict[str, list[RunResult]]] = {}
-    for run in runs:
-        if run.kind == KIND:
-            by_size.setdefault(rows.size_of(run), {}).setdefault(run.session, []).append(run)
     built = []
-    for by_session in by_size.values():
+    by_size = rows.grouped((run for run in runs if run.kind == KIND), rows.size_of)
+    for its in by_size.values():
+        by_session = rows.grouped(its, lambda run: run.session)
         ends = {session: _ends(own) for session, own in by_session.items()}
         for end in requested or itertools.product(TARGETS, PRECISIONS):
             found = [session for session in by_session if requested or end in ends[session]]
             if found:
                 newest = max(found, key=lambda session: (ends[session].get(end, False), session))
-                own, first = by_session[newest], by_session[newest][0]
-                built.append(
-                    Waterfall(
-                        *end,
-                        first.config_name,
-                        first.batch_size,
-                        first.seq_len,
-                        str(first.device.get("name")),
-                        first.session,
-                        _steps(_gather(*end, own)),
-                    )
-                )
+                own = by_session[newest]
+                steps, (to, precision) = _steps(_gather(*end, own)), end
+                built.append(Waterfall(to, precision, *_names(own[0]), steps))
     return sorted(built, key=lambda one: (one.device, presets.rank(one.config)))
 
 
@@ -277,14 +263,14 @@ def _ends(runs: Sequence[RunResult]) -> dict[tuple[str, str], bool]:
     for precision in PRECISIONS:
         # All of fp8's rungs but the last are bf16's, and say nothing of it.
         ran = {
-            to: frozenset(
+            to: {
                 rung
                 for rung, own in _gather(to, precision, runs)
                 if own and rung.precision == precision
-            )
+            }
             for to in TARGETS
         }
-        shared = frozenset.intersection(*ran.values())
+        shared = set.intersection(*ran.values())
         own = {(to, precision): True for to in TARGETS if ran[to] - shared}
         begun = any(not rung.is_first for rung in shared)
         ends |= own or ({(TARGETS[0], precision): False} if begun else {})

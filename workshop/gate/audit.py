@@ -15,7 +15,7 @@ timed run; what it may itself be off, as measured in the first repeat, is added.
 import functools
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,9 +37,9 @@ from workshop.run.precision import get_precision, kept_matmul_mode
 LOSS_FLOOR = (1e-5, 0.023)
 """How far a step's loss may always be off: in exact arithmetic, and for each unit of a precision's
 roundoff. AdamW divides by the size of a gradient: one that is near 0 takes its sign from roundings,
-and the weight moves a whole step either way. Training carries this on, and which of two true runs
-then comes closer to the truth is luck. In fp32 over 12 seeds, losses are at most 3e-7 off after 26
-steps; products in tf32 make it 5e-6, no decay 2e-5."""
+and the weight moves a whole step either way. Training carries this on, and which of two correct
+runs then comes closer to the reference is luck. In fp32 over 12 seeds, losses are at most 3e-7 off
+after 26 steps; products in tf32 make it 5e-6, no decay 2e-5."""
 
 LENGTH_FLOOR = (1e-3, 2.3)
 """The same for how far a weight has moved: in fp32 at most 2e-4."""
@@ -220,57 +220,33 @@ def train_v1(
 # --- the verdict -----------------------------------------------------------------------------
 
 
-def errors_of(own: Course, truth: Course) -> dict[str, float]:
+def errors_of(own: Course, exact: Course) -> dict[str, float]:
     """How far V1's own run is from V1 in higher precision, by kind of measure: which tensor
     training drives off furthest is luck, so the largest counts for all."""
-    found = {
-        what: max(_distance(mine.get(name), true) for name, true in of_truth.items())
-        for what, mine, of_truth in (
-            ("movement", own.distance, truth.distance),
-            ("direction", own.moved, truth.moved),
-            ("gradient", own.gradients, truth.gradients),
-        )
+    tensors = (
+        ("movement", own.distance, exact.distance),
+        ("direction", own.moved, exact.moved),
+        ("gradient", own.gradients, exact.gradients),
+    )
+    return {
+        "loss": _furthest(own.losses, exact.losses),
+        "fingerprint": _apart(own.fingerprint, exact),
+        **{
+            kind: max(_distance(of_own.get(name), true) for name, true in of_exact.items())
+            for kind, of_own, of_exact in tensors
+        },
     }
-    found["loss"] = _furthest(own.losses, truth.losses)
-    return found | {"fingerprint": _apart(own.fingerprint, truth)}
 
 
 def judge(found: Course, reference: Reference, setting: Setting) -> results.Audit:
-    """Holds a run against V1's."""
-    course, own = reference.course, reference.own_errors
-    of_v1 = 0 if reference.exact else 1  # what V1's own run may itself be off
-    floor = _floor(VECTOR_FLOOR, setting)
-    length_floor = _floor(LENGTH_FLOOR, setting)
-    measures = {"loss": _loss(found, reference, setting, of_v1)}
-    apart = _apart(found.fingerprint, course)
-    allowed = FINGERPRINT_SCATTER * (MULTIPLE + of_v1) * own["fingerprint"]
-    allowed += _floor(FINGERPRINT_FLOOR, setting)
-    measures["fingerprint"] = Measure(apart, allowed, own["fingerprint"])
-    fp8 = setting.precision.float8_recipe
-    noise = MOVEMENT_NOISE_FP8 / math.sqrt(setting.config.hidden_dim) if fp8 else 0.0
-    for name, true in course.distance.items():
-        allowed = (MULTIPLE + of_v1) * own["movement"] + length_floor
-        if name.endswith("norm.weight"):  # which has few elements
-            allowed += noise
-        allowed = min(allowed, MOST)
-        error = _distance(found.distance.get(name), true)
-        measures[f"movement of {name}"] = Measure(error, allowed, own["movement"])
-    for name, movement in course.moved.items():
-        allowed = (MULTIPLE + of_v1) * own["direction"] + floor
-        error = _distance(found.moved.get(name), movement)
-        measures[f"direction of {name}"] = Measure(error, allowed, own["direction"])
-    for name, gradient in course.gradients.items():
-        scores = name.endswith(("q_proj.weight", "k_proj.weight"))
-        multiple = SCORES_MULTIPLE if scores else _multiple(setting)
-        allowed = (multiple + of_v1) * own["gradient"] + floor
-        error = _distance(found.gradients.get(name), gradient)
-        measures[f"gradient of {name}"] = Measure(error, allowed, own["gradient"])
+    """Compares a timed run with V1's."""
+    measures = dict(_measures(found, reference, setting))
     red = {name: measure for name, measure in measures.items() if not measure.passed}
     worst = max(measures, key=lambda name: parity.badness(measures[name]))
     shown = dict.fromkeys(["loss", worst, *red])
     return results.Audit(
         status="fail" if red else "pass",
-        failures=[_sentence(name, measure, found, course) for name, measure in red.items()],
+        failures=[_sentence(name, one, found, reference.course) for name, one in red.items()],
         batch_size=setting.batch_size,
         seq_len=setting.seq_len,
         reference=reference.name,
@@ -280,29 +256,56 @@ def judge(found: Course, reference: Reference, setting: Setting) -> results.Audi
     )
 
 
-def _floor(of: tuple[float, float], setting: Setting) -> float:
-    return of[0] + of[1] * setting.precision.unit_roundoff
+def _measures(
+    found: Course, reference: Reference, setting: Setting
+) -> Iterator[tuple[str, Measure]]:
+    course, roundoff = reference.course, setting.precision.unit_roundoff
+    fp8 = bool(setting.precision.float8_recipe)
+
+    def measure(
+        kind: str,
+        error: float,
+        multiple: float,
+        floor: tuple[float, float],
+        *,
+        more: float = 0.0,
+        most: float = math.inf,
+        scatter: float = 1.0,
+    ) -> Measure:
+        own = reference.own_errors[kind]
+        multiple += 0 if reference.exact else 1  # what V1's own run may itself be off
+        allowed = scatter * multiple * own + floor[0] + floor[1] * roundoff + more
+        return Measure(error, min(allowed, most), own)
+
+    multiple = FP8_MULTIPLE if fp8 else MULTIPLE
+    # Of independent roundings of the tokens' losses 1 / sqrt(tokens) remains in the mean.
+    of_a_mean = ROUNDING_UNITS * roundoff / math.sqrt(setting.batch_size * setting.seq_len)
+    error = _furthest(found.losses, course.losses)
+    yield "loss", measure("loss", error, multiple, LOSS_FLOOR, more=of_a_mean, most=MOST)
+    error = _apart(found.fingerprint, course)
+    yield (
+        "fingerprint",
+        measure("fingerprint", error, MULTIPLE, FINGERPRINT_FLOOR, scatter=FINGERPRINT_SCATTER),
+    )
+    noise = MOVEMENT_NOISE_FP8 / math.sqrt(setting.config.hidden_dim) if fp8 else 0.0
+    for name, far in course.distance.items():
+        more = noise if name.endswith("norm.weight") else 0.0  # which has few elements
+        error = _distance(found.distance.get(name), far)
+        limits = measure("movement", error, MULTIPLE, LENGTH_FLOOR, more=more, most=MOST)
+        yield f"movement of {name}", limits
+    for name, movement in course.moved.items():
+        error = _distance(found.moved.get(name), movement)
+        yield f"direction of {name}", measure("direction", error, MULTIPLE, VECTOR_FLOOR)
+    for name, gradient in course.gradients.items():
+        scores = name.endswith(("q_proj.weight", "k_proj.weight"))
+        error = _distance(found.gradients.get(name), gradient)
+        most_times = SCORES_MULTIPLE if scores else multiple
+        yield f"gradient of {name}", measure("gradient", error, most_times, VECTOR_FLOOR)
 
 
-def _multiple(setting: Setting) -> float:
-    """The multiple of V1's largest error that a loss or a last gradient may be off."""
-    return FP8_MULTIPLE if setting.precision.float8_recipe else MULTIPLE
-
-
-def _loss(found: Course, reference: Reference, setting: Setting, of_v1: int) -> Measure:
-    """The largest relative distance of any step's loss. Of independent roundings of the tokens'
-    losses 1 / sqrt(tokens) remains in the mean."""
-    own = reference.own_errors["loss"]
-    of_a_mean = setting.precision.unit_roundoff / math.sqrt(setting.batch_size * setting.seq_len)
-    floor = _floor(LOSS_FLOOR, setting) + ROUNDING_UNITS * of_a_mean
-    allowed = min((_multiple(setting) + of_v1) * own + floor, MOST)
-    return Measure(_furthest(found.losses, reference.course.losses), allowed, own)
-
-
-def _furthest(losses: Tensor, truth: Tensor) -> float:
-    if losses.shape != truth.shape:
-        return math.inf
-    return float(((losses - truth).abs() / truth).max())
+def _furthest(losses: Tensor, true: Tensor) -> float:
+    """The largest relative distance of any step's loss."""
+    return float(((losses - true).abs() / true).max()) if losses.shape == true.shape else math.inf
 
 
 def _apart(found: dict[str, Tensor], course: Course) -> float:
@@ -325,15 +328,15 @@ def _distance(found: float | Tensor | None, true: float | Tensor) -> float:
     return float(difference.norm() / size.norm())
 
 
-def _sentence(name: str, measure: Measure, found: Course, truth: Course) -> str:
+def _sentence(name: str, measure: Measure, found: Course, course: Course) -> str:
     if name == "loss":
-        if len(found.losses) != len(truth.losses):
-            return f"timed run: {len(found.losses)} steps, V1's {len(truth.losses)}"
-        apart = ((found.losses - truth.losses).abs() / truth.losses).nan_to_num(nan=math.inf)
+        if len(found.losses) != len(course.losses):
+            return f"timed run: {len(found.losses)} steps, V1's {len(course.losses)}"
+        apart = ((found.losses - course.losses).abs() / course.losses).nan_to_num(nan=math.inf)
         step = int(apart.argmax())
         return (
             f"timed run: loss {found.losses[step]:.4f} in step {step + 1}, "
-            f"V1's {truth.losses[step]:.4f}"
+            f"V1's {course.losses[step]:.4f}"
         )
     what, _, tensor = name.partition(" of ")
     if what == "fingerprint":
@@ -344,7 +347,7 @@ def _sentence(name: str, measure: Measure, found: Course, truth: Course) -> str:
     if what == "movement":
         return (
             f"timed run: {tensor} moved by {found.distance.get(tensor, 0.0):.3g}, "
-            f"V1's by {truth.distance[tensor]:.3g}"
+            f"V1's by {course.distance[tensor]:.3g}"
         )
     return (
         f"timed run: {name}: relative error {measure.error:.1e}, allowed {measure.allowed:.1e} "

@@ -10,6 +10,7 @@ The optimizer needs no second run. From the momentum before and after a step fol
 that was added to it, and from both the new weights, at any precision up to roundings of fp32.
 """
 
+import functools
 import math
 import random
 import sys
@@ -264,37 +265,23 @@ def audit(
     """The verdict on the steps of a run at a precision."""
     if not steps:
         return Parity(status="fail", failures=["no step moved the weights"])
-    found = [step.found for step in steps]
-    truth = [_again(step, plain, "fp32") for step in steps]
-    own = truth if precision == "fp32" else [_again(step, plain, precision) for step in steps]
-    measures = {"loss": _losses(found, truth, own, precision, batch_size)}
-
-    def furthest(outcomes: _Outcomes) -> float:
-        pairs = zip(outcomes, truth, strict=True)
-        return max(_distance(one.gradients, true.gradients) for one, true in pairs)
-
-    measures["gradients"] = _within(furthest(found), furthest(own), GRADIENT_FLOOR)
+    true = [_again(step, plain, "fp32") for step in steps]
+    own = true if precision == "fp32" else [_again(step, plain, precision) for step in steps]
+    runs = _Runs([step.found for step in steps], true, own)
+    roundings = ROUNDING_UNITS * PRECISIONS[precision].unit_roundoff / math.sqrt(batch_size)
+    measures = {
+        "loss": runs.within(runs.furthest(_loss_distance), LOSS_FLOOR + roundings),
+        "gradients": runs.within(
+            runs.furthest(lambda one, true: _distance(one.gradients, true.gradients)),
+            GRADIENT_FLOOR,
+        ),
+    }
     if weight_decay:
-        measures["weight decay"] = _decay(steps, truth, own, weight_decay)
-    runs = found, truth, own
-    gradients = ([one.gradients for one in run] for run in runs)
-    statistics = ([one.statistics for one in run] for run in runs)
-    norms = list(truth[0].statistics)
-    sizes = [{name: float(g.norm()) for name, g in one.gradients.items()} for one in truth]
-    totals = [math.hypot(*step.values()) for step in sizes]
-    names = [  # the tensors whose gradient is more than roundings in every step
-        name
-        for name in truth[0].gradients
-        if all(s[name] > NEGLIGIBLE * total for s, total in zip(sizes, totals, strict=True))
-    ]
-    by_tensor = [
-        _of_each("gradient", names, GRADIENT_FLOOR, *gradients),
-        _of_each("change", norms, FLOOR, *statistics),
-        _along(names, found, truth, own),
-        *({f"update of {name}": m for name, m in step.updates.items()} for step in steps),
-    ]
-    for group in by_tensor:  # of each kind the worst is shown
-        if group:
+        missing = functools.partial(_missing_decay, steps, true, weight_decay)
+        allowed = MOST_TIMES * missing(own) + DECAY
+        measures["weight decay"] = Measure(missing(runs.found), allowed, missing(own))
+    for group in _by_tensor(steps, runs):
+        if group:  # of each kind the worst is shown
             worst = max(group, key=lambda name: badness(group[name]))
             measures[worst] = max(measures.get(worst, group[worst]), group[worst], key=badness)
     failures = [
@@ -319,75 +306,83 @@ def _again(step: Step, plain: Plain, precision: str) -> Outcome:
     return Outcome(loss, sketches, _changes(step.before, after))
 
 
-def _losses(
-    found: _Outcomes, truth: _Outcomes, own: _Outcomes, precision: str, batch_size: int
-) -> Measure:
-    def furthest(outcomes: _Outcomes) -> float:
-        pairs = zip(outcomes, truth, strict=True)
-        return max(_number(abs(one.loss - true.loss) / abs(true.loss)) for one, true in pairs)
+@dataclass(frozen=True)
+class _Runs:
+    """The outcomes of the same steps: the run's, the plain step's in fp32, and the plain step's at
+    the run's precision."""
 
-    roundings = PRECISIONS[precision].unit_roundoff / math.sqrt(batch_size)
-    floor = LOSS_FLOOR + ROUNDING_UNITS * roundings
-    return Measure(furthest(found), min(MOST_TIMES * furthest(own) + floor, MOST), furthest(own))
+    found: _Outcomes
+    true: _Outcomes
+    own: _Outcomes
 
+    def within(self, error: Callable[[_Outcomes], float], floor: float) -> Measure:
+        own = error(self.own)
+        return Measure(error(self.found), min(MOST_TIMES * own + floor, MOST), own)
 
-def _decay(steps: Sequence[Step], truth: _Outcomes, own: _Outcomes, weight_decay: float) -> Measure:
-    """The share of the weight decay that is missing. A gradient hardly lies along the weights that
-    a norm follows, nor do its roundings, and decay does."""
+    def furthest(
+        self, distance: Callable[[Outcome, Outcome], float]
+    ) -> Callable[[_Outcomes], float]:
+        """The largest distance of a step from the true one."""
+        return lambda outcomes: max(map(distance, outcomes, self.true))
 
-    def missing(outcomes: _Outcomes) -> float:
-        along = asked = 0.0
-        for step, one, true in zip(steps, outcomes, truth, strict=True):
-            for name, gradient in true.gradients.items():
-                weight = sketch(step.before.weights[name], name)
-                along += float((gradient - one.gradients[name]) @ weight)
-                asked += weight_decay * float(weight @ weight)
-        return _number(abs(along / asked))
+    def of_all_steps(self, part: str, name: str) -> Callable[[_Outcomes], float]:
+        """How far a tensor is from the true one, all steps together."""
 
-    return Measure(
-        missing([s.found for s in steps]), MOST_TIMES * missing(own) + DECAY, missing(own)
-    )
+        def tensors(outcomes: _Outcomes) -> dict[str, Tensor]:
+            return {str(step): getattr(one, part)[name] for step, one in enumerate(outcomes)}
 
+        return lambda outcomes: _distance(tensors(outcomes), tensors(self.true))
 
-def _of_each(
-    what: str, names: Sequence[str], floor: float, *runs: Sequence[dict[str, Tensor]]
-) -> dict[str, Measure]:
-    """For each tensor, how far what the run did with it is from the true, all steps together.
-
-    Args:
-        runs: of each step, the tensors of the run, the true ones and the plain step's own.
-    """
-
-    def measure(name: str) -> Measure:
-        found, truth, own = (
-            {str(step): tensors[name] for step, tensors in enumerate(run)} for run in runs
-        )
-        return _within(_distance(found, truth), _distance(own, truth), floor)
-
-    return {f"{what} of {name}": measure(name) for name in names}
-
-
-def _along(
-    names: Sequence[str], found: _Outcomes, truth: _Outcomes, own: _Outcomes
-) -> dict[str, Measure]:
-    """For each tensor, how far its gradients go along the true ones, beside the plain step's; as
-    shares of the true length, the mean of all steps."""
-
-    def share(outcomes: _Outcomes, name: str) -> float:
-        both = zip(outcomes, truth, strict=True)
-        pairs = [(one.gradients[name], true.gradients[name]) for one, true in both]
+    def along(self, name: str, outcomes: _Outcomes) -> float:
+        """The part of a tensor's gradient along the true one, as a share of its length: the mean
+        of all steps."""
+        pairs = [
+            (one.gradients[name], true.gradients[name])
+            for one, true in zip(outcomes, self.true, strict=True)
+        ]
         return sum(float(a @ b / (b @ b)) for a, b in pairs) / len(pairs)
 
-    return {
+
+def _by_tensor(steps: Sequence[Step], runs: _Runs) -> Iterator[dict[str, Measure]]:
+    """The measures of each kind, tensor by tensor. A gradient is compared alone where it is more
+    than roundings in every step."""
+    sizes = [{name: float(g.norm()) for name, g in one.gradients.items()} for one in runs.true]
+    names = [
+        name
+        for name in runs.true[0].gradients
+        if all(step[name] > NEGLIGIBLE * math.hypot(*step.values()) for step in sizes)
+    ]
+    for what, part, its, floor in (
+        ("gradient", "gradients", names, GRADIENT_FLOOR),
+        ("change", "statistics", [*runs.true[0].statistics], FLOOR),
+    ):
+        yield {f"{what} of {n}": runs.within(runs.of_all_steps(part, n), floor) for n in its}
+    yield {
         f"part of {name}'s gradient along the true one": Measure(
-            _number(abs(share(found, name) - share(own, name))), ALONG, 0.0
+            _number(abs(runs.along(name, runs.found) - runs.along(name, runs.own))), ALONG, 0.0
         )
         for name in names
     }
+    for step in steps:
+        yield {f"update of {name}": measure for name, measure in step.updates.items()}
 
 
-def _within(error: float, own: float, floor: float) -> Measure:
-    return Measure(error, min(MOST_TIMES * own + floor, MOST), own)
+def _missing_decay(
+    steps: Sequence[Step], true: _Outcomes, weight_decay: float, outcomes: _Outcomes
+) -> float:
+    """The share of the weight decay that is missing. A gradient hardly lies along the weights that
+    a norm follows, nor do its roundings, and decay does."""
+    along = asked = 0.0
+    for step, one, true_one in zip(steps, outcomes, true, strict=True):
+        for name, gradient in true_one.gradients.items():
+            weight = sketch(step.before.weights[name], name)
+            along += float((gradient - one.gradients[name]) @ weight)
+            asked += weight_decay * float(weight @ weight)
+    return _number(abs(along / asked))
+
+
+def _loss_distance(one: Outcome, true: Outcome) -> float:
+    return _number(abs(one.loss - true.loss) / abs(true.loss))
 
 
 def _distance(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:

@@ -4,7 +4,6 @@ Nothing that it takes from the candidate is a verdict or a setting: only tensors
 with V1's, and times, which must add up to its own.
 """
 
-import argparse
 import copy
 import dataclasses
 import math
@@ -19,7 +18,7 @@ from workshop.gate.audit import Course
 from workshop.judge import wire
 from workshop.judge.cases import Case, Round
 from workshop.judge.pipe import Closed
-from workshop.judge.plans import LEARNING_RATE, Plan
+from workshop.judge.plans import LEARNING_RATE, Asked, Plan
 from workshop.judge.process import Hear, Process
 from workshop.results import RunResult
 from workshop.run import flops, interpreter, timing
@@ -45,21 +44,21 @@ class Candidate:
         plan: Plan,
         case: Case,
         round_: Round,
-        arguments: argparse.Namespace,
+        asked: Asked,
         result: RunResult,
         environment: Mapping[str, str],
         hear: Hear,
     ) -> None:
         """`result` is the record that it will fill."""
         self.plan, self.case, self.round, self.result = plan, case, round_, result
-        self._schedule = plan.schedule(arguments)
+        self._schedule = plan.schedule(asked)
         self.course: Course | None = None
         """Its timed run, to be compared."""
         self.wrong_times: list[str] = []
         """In sentences."""
         command = [sys.executable, str(versions.get_version(plan.version).path), *plan.flags()]
-        command += ["--device", arguments.device, "--data", arguments.data]
-        command += ["--seed", str(arguments.seed), "--compile", str(result.options["compile"])]
+        command += ["--device", asked.device, "--data", asked.data]
+        command += ["--seed", str(asked.seed), "--compile", str(result.options["compile"])]
         command.append("--cuda-graph" if result.options["cuda_graph"] else "--no-cuda-graph")
         self._process = Process([*command, "--candidate"], environment, hear)
 

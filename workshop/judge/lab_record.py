@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from workshop import results
+from workshop.request import begun
 from workshop.results import LabRun, Value
 from workshop.run import hardware
 from workshop.run.precision import Precision
@@ -30,17 +30,9 @@ def begin(
         command: of the process that measures, if it is not this one.
         fields: the rest of the LabRun.
     """
-    own = _shown(sys.argv, hidden)
-    record = LabRun(
-        session=session or results.new_session(),
-        device=hardware.describe(device),
-        software=results.describe_software(),
-        git_commit=results.git_commit(),
-        created=results.now(),
-        command=_shown(command, hidden) if command else own,
-        parent_command=own,
-        **fields,
-    )
+    shown = {"parent_command": _shown(sys.argv, hidden)}
+    shown["command"] = _shown(command, hidden) if command else shown["parent_command"]
+    record = LabRun(**begun(device, session) | shown | fields)
     if sheet := hardware.peaks(device):
         record.peak_tflops = sheet.tflops.get(precision)
         record.peak_source = sheet.source

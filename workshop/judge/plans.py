@@ -1,18 +1,52 @@
 """Plans of single processes, and the records that they begin with."""
 
-import argparse
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from workshop import results, versions
-from workshop.request import PHASES, execution
+from workshop.arguments import option
+from workshop.request import PHASES, USUAL, begun, execution
 from workshop.results import RunResult
 from workshop.run import hardware, presets, trainer
+from workshop.run.precision import LADDER
 
 LEARNING_RATE = 3e-4
+REPEATS = 3
 Options = Mapping[str, str | bool]
+
+
+@dataclass
+class Asked:
+    """The options that say what a comparison runs."""
+
+    versions: list[str] | None = option(
+        f"of {', '.join(versions.available())} (default: all), and peers "
+        f"{', '.join(versions.PEERS)}",
+        metavar="V",
+    )
+    config: list[str] | None = option(
+        f"of {', '.join(presets.PRESETS)} (default: tiny without a GPU, else small)",
+        metavar="PRESET",
+    )
+    precision: list[str] = option(
+        f"{', '.join(LADDER)} or auto: bf16 on a GPU that has it, else fp32 (default auto)",
+        ["auto"],
+        metavar="P",
+    )
+    num_steps: int = option("timed steps a run", USUAL.timed)
+    warmup_steps: int = option("steps before them", USUAL.warmup)
+    repeats: int = option("processes a version", REPEATS)
+    jobs: int = option("processes that prepare at the same time; each is timed alone", 1)
+    device: str = option("auto, cpu, cuda or cuda:N (default auto: GPU if any)", "auto")
+    data: str = option("where batches are drawn from", "text", choices=("text", "synthetic"))
+    seed: int = option("of weights and batches", 42)
+    output_dir: Path = option(
+        "the runs go to OUTPUT_DIR/runs/ (default: results/ of this checkout)",
+        results.DEFAULT_FOLDER,
+    )
 
 
 @dataclass(frozen=True)
@@ -33,10 +67,10 @@ class Plan:
     result file records them."""
     name: str = ""
     """Distinguishes it from others of its version, size and precision."""
-    left_out: str = ""
+    skipped: str = ""
     """Why it is not run, but recorded as skipped."""
     prediction: Mapping[str, float] = field(default_factory=dict)
-    """The numbers behind `left_out`, for the record's options."""
+    """The numbers behind `skipped`, for the record's options."""
     again: bool = False
     """Whether it repeats a run that other programs disturbed."""
 
@@ -73,25 +107,25 @@ class Plan:
                 words.append(flag(name))
         return words
 
-    def schedule(self, arguments: argparse.Namespace) -> trainer.Schedule:
+    def schedule(self, asked: Asked) -> trainer.Schedule:
         """Its steps: of an interpreted run two, as its gate has shown what it can show."""
         if self.interpreted:
             return trainer.Schedule(1, 1, 0)
-        timed = arguments.num_steps
-        return trainer.Schedule(arguments.warmup_steps, timed, min(PHASES, timed))
+        timed = asked.num_steps
+        return trainer.Schedule(asked.warmup_steps, timed, min(PHASES, timed))
 
 
 def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def record(plan: Plan, arguments: argparse.Namespace, session: str, beside: int = 0) -> RunResult:
+def record(plan: Plan, asked: Asked, session: str, beside: int = 0) -> RunResult:
     """The record of a process that has not measured yet: what was asked for.
 
     Args:
         beside: the number of others that prepare at the same time.
     """
-    version, device = versions.get_version(plan.version), hardware.get_device(arguments.device)
+    version, device = versions.get_version(plan.version), hardware.get_device(asked.device)
     config, batch_size, seq_len = plan.model_config()
     mode, graph = plan.options.get("compile"), plan.options.get("cuda_graph")
     compile_mode, cuda_graph = execution(
@@ -106,8 +140,8 @@ def record(plan: Plan, arguments: argparse.Namespace, session: str, beside: int 
         "compile": compile_mode,
         "cuda_graph": cuda_graph,
         "learning_rate": LEARNING_RATE,
-        "seed": arguments.seed,
-        "num_steps": plan.schedule(arguments).timed,
+        "seed": asked.seed,
+        "num_steps": plan.schedule(asked).timed,
         **dict.fromkeys(versions.switches(version), True),
         **plan.options,
         **plan.prediction,
@@ -118,20 +152,15 @@ def record(plan: Plan, arguments: argparse.Namespace, session: str, beside: int 
         options["again"] = True
     return RunResult(
         version=plan.version,
-        session=session,
         config_name=plan.shape()[0],
         config=dataclasses.asdict(config),
         batch_size=batch_size,
         seq_len=seq_len,
         precision=plan.precision,
-        warmup_steps=plan.schedule(arguments).warmup,
-        device=hardware.describe(device),
-        software=results.describe_software(),
-        git_commit=results.git_commit(),
-        created=results.now(),
+        warmup_steps=plan.schedule(asked).warmup,
         kind=plan.kind,
         options=options,
         prepared_beside=beside,
-        parent_command=results.own_command(),
         command=["python", version.path.name, *plan.flags()],
+        **begun(device, session),
     )
