@@ -6,8 +6,8 @@ kernels, with links to the result files. It needs no GPU.
 """
 
 import argparse
-import functools
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from workshop import errors  # noqa: E402
 if __name__ == "__main__":
     errors.begin()
 
-from workshop.arguments import parse  # noqa: E402
+from workshop.arguments import option, run  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -33,37 +33,41 @@ TITLE = "Training results"
 MOST_SHOWN = 50
 
 
-def build_parser() -> argparse.ArgumentParser:
-    assert __doc__
-    parser = argparse.ArgumentParser(
+@dataclass
+class Options:
+    """The command line."""
+
+    results: list[Path] | None = option(
+        "with results; may be repeated (default: results/)", action="append", metavar="DIR"
+    )
+    output_dir: Path | None = option(
+        f"for {PAGE} and {MARKDOWN} (default: results/report/)", metavar="DIR"
+    )
+    title: str = option("of the report", TITLE, metavar="TEXT")
+    top: int = option("kernels a profile", 10)
+    sheet: bool = option(
+        f"write {' and '.join(SHEET)} instead: your machine, exercises, times and labs filled "
+        "in, with room for your name and what you saw"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run(
+        Options,
+        _report,
+        argv,
+        interrupted="interrupted: what is written is whole",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit status: 0 done (broken result files are named in the report), 2 wrong usage\n"
         "or nothing to report, 77 a package is missing, 130 interrupted.",
     )
-    add = parser.add_argument
-    folder = functools.partial(add, type=Path, metavar="DIR")
-    folder("--results", action="append", help="with results; may be repeated (default: results/)")
-    folder("--output-dir", help=f"for {PAGE} and {MARKDOWN} (default: results/report/)")
-    add("--title", default=TITLE, metavar="TEXT", help="of the report (default: %(default)s)")
-    add("--top", type=int, default=10, metavar="N", help="kernels a profile (default %(default)s)")
-    add("--sheet", action="store_true",
-        help=f"write {' and '.join(SHEET)} instead: your machine, exercises, times and labs filled "
-        "in, with room for your name and what you saw")  # fmt: skip
-    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse(build_parser(), argv)
-    return errors.exit_status(
-        lambda: _report(arguments), interrupted="interrupted: what is written is whole"
-    )
-
-
-def _report(arguments: argparse.Namespace) -> int:
+def _report(options: Options) -> int:
     errors.require("jinja2", "matplotlib", "rich")
-    if not 1 <= arguments.top <= MOST_SHOWN:
-        raise WorkshopError(f"--top {arguments.top}: it must lie between 1 and {MOST_SHOWN}")
+    if not 1 <= options.top <= MOST_SHOWN:
+        raise WorkshopError(f"--top {options.top}: it must lie between 1 and {MOST_SHOWN}")
     # These import torch, which --help does not need.
     import torch
     from rich.console import Console
@@ -73,18 +77,18 @@ def _report(arguments: argparse.Namespace) -> int:
     from workshop.collection import Collection
 
     torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
-    collection = Collection(arguments.results or [results.DEFAULT_FOLDER])
-    folder = arguments.output_dir or results.DEFAULT_FOLDER / "report"
-    form = _sheet if arguments.sheet else _report_pages
+    collection = Collection(options.results or [results.DEFAULT_FOLDER])
+    folder = options.output_dir or results.DEFAULT_FOLDER / "report"
+    form = _sheet if options.sheet else _report_pages
     with Console(stderr=True).status("reading results") as status:
-        texts = form(collection, folder, arguments, lambda what: status.update(Text(what)))
+        texts = form(collection, folder, options, lambda what: status.update(Text(what)))
     results.write_together(texts)
     print(f"Written: {', '.join(map(str, texts))}")
     return errors.DONE
 
 
 def _report_pages(
-    collection: "Collection", folder: Path, arguments: argparse.Namespace, progress: "Shown"
+    collection: "Collection", folder: Path, options: Options, progress: "Shown"
 ) -> dict[Path, "results.Content"]:
     """The text of each file."""
     from workshop import results
@@ -92,8 +96,8 @@ def _report_pages(
     from workshop.report import content, pages
 
     collection.refresh()
-    title = printable(arguments.title)
-    report = content.build(collection, title=title, progress=progress, top=arguments.top)
+    title = printable(options.title)
+    report = content.build(collection, title=title, progress=progress, top=options.top)
     if not (report.devices or report.broken):
         raise WorkshopError(f"{_folders(collection)}: no result in it; `make compare` makes some")
     results.prepare_folder(folder)  # before the pictures, which take time
@@ -104,7 +108,7 @@ def _report_pages(
 
 
 def _sheet(
-    collection: "Collection", folder: Path, arguments: argparse.Namespace, progress: "Shown"
+    collection: "Collection", folder: Path, options: Options, progress: "Shown"
 ) -> dict[Path, "results.Content"]:
     from workshop import results
     from workshop.report import content, pages

@@ -15,7 +15,7 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
     import_torch()
 
 from workshop import errors, versions
-from workshop.arguments import option, read
+from workshop.arguments import option, run
 from workshop.errors import OutOfMemory
 from workshop.gate import gate_size
 from workshop.gate.canonical import canonical_gradients, load_canonical
@@ -41,15 +41,14 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = read(
+    return run(
         Options,
+        _show,
         argv,
+        interrupted="interrupted before the comparison was complete",
         prog="python -m workshop.parity",
         description="Shows whether a version trains the same model as V1. Exit 0: it does; 1: no; "
         "77: the version needs something that is missing here.",
-    )
-    return errors.exit_status(
-        lambda: _show(options), interrupted="interrupted before the comparison was complete"
     )
 
 

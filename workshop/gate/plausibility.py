@@ -19,7 +19,7 @@ if __name__ == "__main__":
     errors.begin()
 
 from workshop import results
-from workshop.arguments import argument, read
+from workshop.arguments import argument, run
 from workshop.errors import WorkshopError
 from workshop.run import chips, flops, timing
 
@@ -205,13 +205,14 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = read(
+    return run(
         Options,
+        lambda options: _show(options.claims),
         argv,
+        interrupted="interrupted",
         prog="python -m workshop.gate.plausibility",
         description="Says which claims of a JSON list can't be true. Exit 0: all can; 1: some not.",
     )
-    return errors.exit_status(lambda: _show(options.claims), interrupted="interrupted")
 
 
 def _show(path: Path) -> int:
