@@ -163,7 +163,7 @@ def test_a_rate_that_no_machine_reaches_is_red(tmp_path) -> None:
 
 def test_nonsense_is_told_and_not_recorded(tmp_path) -> None:
     result = record(Plan("v2", "tiny", "fp32"), arguments(tmp_path), "s")
-    case = types.SimpleNamespace(sizes={}, peak=(1.0, "measured"))
+    case = types.SimpleNamespace(facts={"sizes": {}, "peak_tflops": 1.0, "peak_source": "measured"})
     course = types.SimpleNamespace(losses=torch.ones(5), gradients={})
     candidate = types.SimpleNamespace(result=result, case=case, course=course)
     memory = {"peak": 5.0, "rest": 1.0, "source": "allocator"}

@@ -171,7 +171,7 @@ class Candidate:
             result.memory_mb = {str(k): float(v) for k, v in memory.items()}
             result.memory_mb["source"] = str(details["memory_mb"]["source"])
         result.losses = results.finite(course.losses.tolist())
-        sizes = self.case.sizes
+        sizes: dict[str, int] = self.case.facts["sizes"]
         reached = [n for n, sketch in course.gradients.items() if n in sizes and sketch.any()]
         result.gradients = results.Gradients(
             tensors_total=len(sizes),
@@ -179,7 +179,8 @@ class Candidate:
             params_total=sum(sizes.values()),
             params_with_grad=sum(sizes[name] for name in reached),
         )
-        result.peak_tflops, result.peak_source = self.case.peak
+        for name in ("peak_tflops", "peak_source"):
+            setattr(result, name, self.case.facts[name])
         self.result = wire.sensible(wire.to_record(RunResult, dataclasses.asdict(result)))
 
     def _fail(self, closed: Closed) -> None:
@@ -262,7 +263,8 @@ def gate_shape(plan: Plan, case: Case) -> tuple[int, int]:
     """Batch size and sequence length of a candidate's gate."""
     if plan.interpreted:
         return interpreter.gate_shape(case.setting.batch_size, case.setting.seq_len)
-    return case.gate_shape
+    batch_size, seq_len = case.facts["shape"]
+    return batch_size, seq_len
 
 
 def settle_times(result: RunResult, judge_ms: float, steps: int, waited_ms: float) -> list[str]:
