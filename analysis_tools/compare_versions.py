@@ -121,7 +121,7 @@ class Study:
 
     name: str
     what: str
-    """What there is none of, in results without one."""
+    """Words for it, in the error where results hold none."""
     plan: Callable[[str], Planned]
     """Takes a session's name."""
     build: Callable[[list[RunResult]], list[Any]]

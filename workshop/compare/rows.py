@@ -289,7 +289,7 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
 
     Args:
         runs: at least one, all of one session and kind.
-        baseline: V1's, for the speed-up; without any there is none.
+        baseline: V1's, for the speed-up; without them the row has no speed-up.
     """
     first = runs[0]
     shapes = ((run.gate.batch_size, run.gate.seq_len) for run in runs)
