@@ -30,7 +30,7 @@ from workshop.compare.rows import Row  # noqa: E402
 from workshop.compare.sessions import Asked, Planned, run_plans  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
-from workshop.show import charts, comparisons  # noqa: E402
+from workshop.show import charts, comparisons, drawing  # noqa: E402
 from workshop.tables import escape, escape_block  # noqa: E402
 
 
@@ -226,7 +226,7 @@ def write(
         "md": "\n\n".join(text) + "\n",
     }
     if study.name != "comparison" or any(row.step_ms for row in found):
-        contents["png"] = lambda path: charts.save(study.draw, list(found), path)
+        contents["png"] = lambda path: drawing.save(study.draw, list(found), path)
     paths = {folder / f"{study.name}.{suffix}": content for suffix, content in contents.items()}
     results.write_together(paths, gone=[folder / f"{study.name}.png"])
     return list(map(str, paths))

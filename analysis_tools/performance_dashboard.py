@@ -1,8 +1,9 @@
 """Shows all results on a page in the browser: throughput, memory, losses, roofline, kernels,
 labs.
 
-The page is served on this machine only (127.0.0.1), needs no network, and shows new results as they
-are written; report_generator.py writes a page to keep. On a node without a browser, forward the
+It is the page that report_generator.py writes, with a choice of device, size, precision and
+versions. It is served on this machine only (127.0.0.1), needs no network, and shows new results as
+they are written. On a node without a browser, forward the
 port: ssh -L 8050:127.0.0.1:8050 NODE
 """
 
@@ -26,7 +27,7 @@ from workshop.arguments import option, run  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 
 PORT = 8050
-NEEDS = ("dash", "plotly")
+NEEDS = ("jinja2", "matplotlib")
 
 
 @dataclass
@@ -57,19 +58,17 @@ def _show(options: Options) -> int:
     errors.require(*NEEDS)
     if not 0 <= options.port < 1 << 16:
         raise WorkshopError(f"--port {options.port}: it must lie between 0 and 65535")
-    # These import torch and dash, which --help does not need.
+    # These import torch, which --help does not need.
     import torch
 
     from workshop import results
     from workshop.collection import Collection
-    from workshop.dashboard import server
-    from workshop.dashboard.data import Live
+    from workshop.show import server
 
     torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
     collection = Collection(options.results or [results.DEFAULT_FOLDER])
-    with server.listen(options.port) as listener:
-        running = server.make_server(server.make_app(Live(collection)), listener)
-        address = f"http://{server.HOST}:{listener.getsockname()[1]}/"
+    with server.make_server(server.Results(collection), options.port) as running:
+        address = f"http://{server.HOST}:{running.server_port}/"
         print(f"{address}  (Ctrl-C ends it)", flush=True)
         if not options.no_browser and _has_screen():
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()

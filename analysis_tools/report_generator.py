@@ -1,8 +1,8 @@
 """Writes a report of all results below some folders: one self-contained HTML page, and the same as
 Markdown.
 
-It shows what was run and where, each size's ladder with its proof, what bounds a step and its
-kernels, with links to the result files. It needs no GPU.
+Your results come first, the workshop's reference results after them: each size's ladder with its
+verdicts, what bounds a step and its kernels, with links to the result files. It needs no GPU.
 """
 
 import argparse
@@ -23,9 +23,7 @@ from workshop.arguments import option, run  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 
 if TYPE_CHECKING:
-    from workshop import results
-    from workshop.collection import Collection
-    from workshop.report.content import Shown
+    from workshop.tables import Table
 
 PAGE, MARKDOWN = "report.html", "report.md"
 SHEET = ("my_results.html", "my_results.md")
@@ -75,61 +73,54 @@ def _report(options: Options) -> int:
 
     from workshop import results
     from workshop.collection import Collection
+    from workshop.show import page
 
     torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
     collection = Collection(options.results or [results.DEFAULT_FOLDER])
     folder = options.output_dir or results.DEFAULT_FOLDER / "report"
-    form = _sheet if options.sheet else _report_pages
+    targets = [folder / name for name in (SHEET if options.sheet else (PAGE, MARKDOWN))]
+    if options.sheet and (kept := next((path for path in targets if path.exists()), None)):
+        raise WorkshopError(
+            f"{kept} exists, and your notes may be in it: move it, or choose another --output-dir"
+        )
+    named = f"results {', '.join(map(str, collection.folders))}"
     with Console(stderr=True).status("reading results") as status:
-        texts = form(collection, folder, options, lambda what: status.update(Text(what)))
-    results.write_together(texts)
-    print(f"Written: {', '.join(map(str, texts))}")
+
+        def progress(what: str) -> None:
+            status.update(Text(what))
+
+        collection.refresh()
+        parts = page.read(collection, options.top)
+        if options.sheet:
+            texts = page.sheet(parts, folder, _exercises(collection.folders[0]))
+            if texts is None:
+                raise WorkshopError(f"{named}: no runs of yours; `make compare` makes some")
+            results.prepare_folder(folder)
+        else:
+            if not parts:
+                raise WorkshopError(f"{named}: no result in it; `make compare` makes some")
+            results.prepare_folder(folder)  # before the charts, which take time
+            made = page.make(parts, title=errors.printable(options.title), progress=progress)
+            markdown = page.markdown_page(made, folder)
+            texts = page.html_page(made, folder, progress=progress), markdown
+    results.write_together(dict(zip(targets, texts, strict=True)))
+    print(f"Written: {', '.join(map(str, targets))}")
     return errors.DONE
 
 
-def _report_pages(
-    collection: "Collection", folder: Path, options: Options, progress: "Shown"
-) -> dict[Path, "results.Content"]:
-    """The text of each file."""
-    from workshop import results
-    from workshop.profilers.names import printable
-    from workshop.report import content, pages
+def _exercises(results: Path) -> "Table":
+    """A line for each exercise: how far the participant is."""
+    from workshop.exercises import sheet
+    from workshop.exercises.progress import Progress
+    from workshop.tables import Line, Table
 
-    collection.refresh()
-    title = printable(options.title)
-    report = content.build(collection, title=title, progress=progress, top=options.top)
-    if not (report.devices or report.broken):
-        raise WorkshopError(f"{_folders(collection)}: no result in it; `make compare` makes some")
-    results.prepare_folder(folder)  # before the pictures, which take time
-    return {
-        folder / PAGE: pages.html_page(report, folder, progress),
-        folder / MARKDOWN: pages.markdown_page(report, folder),
-    }
-
-
-def _sheet(
-    collection: "Collection", folder: Path, options: Options, progress: "Shown"
-) -> dict[Path, "results.Content"]:
-    from workshop import results
-    from workshop.report import content, pages
-
-    targets = [folder / name for name in SHEET]
-    for target in targets:
-        if target.exists():
-            raise WorkshopError(
-                f"{target} exists, and your notes may be in it: move it, or choose another "
-                "--output-dir"
-            )
-    collection.refresh()
-    sheet = content.participants_sheet(collection)
-    if not sheet.devices:
-        raise WorkshopError(f"{_folders(collection)}: no runs of yours; `make compare` makes some")
-    results.prepare_folder(folder)
-    return dict(zip(targets, pages.participants_pages(sheet, folder), strict=True))
-
-
-def _folders(collection: "Collection") -> str:
-    return f"results {', '.join(map(str, collection.folders))}"
+    states, lines = Progress(results), []
+    for one in sheet.read_all(ROOT)[0]:
+        state = states[one.name]
+        so_far = f"{state.green} of {state.items}" if state.checks else ""
+        passed = f"passed {state.passed[:10]}" if state.passed else so_far
+        lines.append(Line([one.name, one.title, one.when, passed]))
+    return Table("The exercises", ["exercise", "what", "when", "so far"], lines, left=range(4))
 
 
 if __name__ == "__main__":

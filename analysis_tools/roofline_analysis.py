@@ -23,20 +23,17 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 from workshop import errors, results  # noqa: E402
 from workshop.arguments import argument, option, run  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
-from workshop.profilers.names import display_name, printable  # noqa: E402
-from workshop.roofline import ceilings, figures, inputs  # noqa: E402
+from workshop.profilers.names import printable  # noqa: E402
+from workshop.roofline import ceilings, inputs  # noqa: E402
 from workshop.roofline.model import Roofline, as_csv, as_json, ceiling_text, flags, sentences  # noqa: E402
 from workshop.run import hardware  # noqa: E402
-from workshop.tables import Line, Table, print_tables, terminal  # noqa: E402
+from workshop.show import roofline_chart  # noqa: E402
+from workshop.tables import print_tables, terminal  # noqa: E402
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 MOST_SHOWN = 50
-_WORDS, _WIDE = ("name", "category", "roof"), ("category", "ms", "of measured")
-"""Headings of columns: of words, and of those that only a wide terminal shows."""
-_LONGEST_NAME = 20
-"""In the table; the sentences below it have longer ones."""
 
 
 @dataclass
@@ -127,16 +124,7 @@ def _measure(options: Options, console: "Console") -> None:
 def _show(roofline: Roofline, top: int, console: "Console") -> None:
     from rich.text import Text
 
-    header, *rows = figures.table_cells(roofline)
-    kept = [i for i in range(len(header)) if any(row[i] != "-" for row in rows)]
-    lines = [
-        Line([display_name(row[i], _LONGEST_NAME) if header[i] == "name" else row[i] for i in kept])
-        for row in rows[:top]
-    ]
-    names = [header[i] for i in kept]
-    words, wide = ([i for i, name in enumerate(names) if name in them] for them in (_WORDS, _WIDE))
-    more = [f"and {len(rows) - top} more, in roofline.csv"] if len(rows) > top else []
-    print_tables([Table(roofline.heading, names, lines, more, left=words, only_wide=wide)])
+    print_tables([roofline_chart.table(roofline, top)])
     for rank, sentence in enumerate(sentences(roofline, top), 1):
         console.print(Text(f"{rank}. {sentence}"))
     for flag in flags(roofline):
@@ -166,7 +154,7 @@ def _write(roofline: Roofline, top: int, folder: Path) -> list[str]:
             f"{picture.name}: skipped: matplotlib is missing: run `make setup`, or pip install it"
         )
     else:
-        contents[picture] = lambda path: figures.draw(roofline, path, labels=top)
+        contents[picture] = lambda path: roofline_chart.draw(roofline, path, labels=top)
     results.write_together(contents, gone=[picture])
     return [*lines, f"Written: {', '.join(map(str, contents))}"]
 

@@ -53,11 +53,10 @@ from workshop.exercises import sheet  # noqa: E402
 from workshop.kernels import rows as kernel_rows  # noqa: E402
 from workshop.profilers import advisor, show  # noqa: E402
 from workshop.profilers.load import load, recorded_run  # noqa: E402
-from workshop.report import content, doc_images, pages, sections  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.run import chips, float8_cost, presets  # noqa: E402
 from workshop.run import precision as precisions  # noqa: E402
-from workshop.show import comparisons  # noqa: E402
+from workshop.show import comparisons, doc_images, ladders, page, sections  # noqa: E402
 from workshop.tables import fill_last_column  # noqa: E402
 from workshop.tables import markdown_rows as markdown_table  # noqa: E402
 from workshop.versions import ALL, BASELINE, PEERS, VERSIONS  # noqa: E402
@@ -427,7 +426,7 @@ def _profile(folder: Path) -> str:
     lines = [
         f"`{run.config_name}`, {run.precision}, {run.device['name']} ({source}):",
         "",
-        pages.References(folder).table(sections.hot_list(table, HOT_KERNELS)),
+        tables.markdown_body(sections.hot_list(table, HOT_KERNELS)),
         "",
         *(f"- {line}" for line in show.summary(table)),
     ]
@@ -446,39 +445,39 @@ def _performance(collection: Collection) -> dict[Path, str]:
     Raises:
         WorkshopError: one of them is broken.
     """
-    report = content.build(collection, title="Performance results", top=HOT_KERNELS)
-    for link, reason in report.broken:
-        raise WorkshopError(f"{link.path}: {reason}")
+    (reference,) = page.read(collection)
+    for path, reason in reference.broken:
+        raise WorkshopError(f"{path}: {reason}")
     pictures = (path.relative_to(ROOT).as_posix() for path in REFERENCE.glob("*/comparison.png"))
     parts = [
-        f"# {report.title}\n\n{INTRODUCTION}",
+        f"# Performance results\n\n{INTRODUCTION}",
         *(f"![Throughput, time and memory]({path})" for path in sorted(pictures)),
-        f"**{report.verdicts}**",
+        f"**{reference.verdicts()}**",
         "## How to read the tables",
         # The columns after the third are in the report alone.
-        "\n".join(f"- **{what}** {text}" for what, text in pages.HOW_TO_READ[:3]),
+        "\n".join(f"- **{what}** {text}" for what, text in page.HOW_TO_READ[:3]),
     ]
-    if report.glance:
-        table = re.sub(r"\[([^]]*)\]\(#[^)]*\)", r"\1", pages.References(ROOT).table(report.glance))
-        parts += ["## The ladder at a glance", f"{report.glance.caption}:", table]
+    if glance := ladders.at_a_glance(reference.groups):
+        table = tables.markdown_body(glance)
+        parts += ["## The ladder at a glance", f"{glance.title}:", table]
     parts += map(_best_kernels, sorted(REFERENCE.glob("*/kernels")))
     parts += map(_drawn_kernels, sorted(REFERENCE.glob("*/kernels_drawn")))
     return {ROOT / "PERFORMANCE_RESULTS.md": "\n\n".join(parts) + "\n"}
 
 
 def _best_kernels(folder: Path) -> str:
-    """V3's operators at the largest size of each against the fastest right contender there."""
+    """V3's operators at the largest size of each against the fastest right implementation there."""
     rows = kernel_rows.load(folder)
     header = ["operator", "size", "V3's kernel", "fastest other", "its time", "V3 is"]
     lines = [
-        [f"`{best.ours.op}`", best.ours.size, f"{best.ours.step_ms:.3f} ms", best.other.contender,
-         f"{best.other.step_ms:.3f} ms", f"{best.gain:.2f}x as fast"]
+        [f"`{best.ours.op}`", best.ours.size, f"{best.ours.step_ms:.3f} ms",
+         best.other.implementation, f"{best.other.step_ms:.3f} ms", f"{best.gain:.2f}x as fast"]
         for best in kernel_rows.against_fastest(rows)
     ]  # fmt: skip
     caption = (
         f"Forward and backward pass together, {rows[0].precision}, "
         f"{rows[0].first.device['name']}, at the largest size of each operator, replayed from "
-        "graphs, on data that the cache does not hold. Only contenders whose results and "
+        "graphs, on data that the cache does not hold. Only implementations whose results and "
         "gradients are right have a time."
     )
     parts = [

@@ -51,6 +51,15 @@ def add_repeats(add: Add) -> None:
     )
 
 
+def track(items: Sequence[T], what: str, *, quiet: bool = False) -> Iterable[T]:
+    """The items, with a progress bar where stderr is a terminal."""
+    from rich.console import Console
+    from rich.progress import track as bar
+
+    console = Console(stderr=True)
+    return bar(items, what, console=console, disable=quiet or not console.is_terminal)
+
+
 # --- networks ------------------------------------------------------------------------------------
 
 
@@ -83,18 +92,24 @@ def flops_per_image(model: nn.Module, size: int, *, training: bool = True) -> fl
 
 
 def alternating(
-    cases: Iterable[T], repeats: int, plan: Callable[[T, int], Plan], jobs: int
+    cases: Iterable[T],
+    repeats: int,
+    plan: Callable[[T, int], Plan],
+    jobs: int,
+    alone: Callable[[T, int], bool] = lambda case, repeat: False,
 ) -> Iterator[LabRun]:
     """The runs of all cases, each as it ends: in every other repeat the last one comes first. A
-    case that did not complete is not tried again."""
+    case that did not complete is not tried again. Those that are `alone` prepare one at a time."""
     left = list(cases)
     for repeat in range(repeats):
         ordered = left[:: 1 - 2 * (repeat % 2)]
-        plans = [plan(case, repeat) for case in ordered]
-        for case, run in zip(ordered, studies.in_turns(plans, jobs), strict=True):
-            if run.status != "complete":
-                left.remove(case)
-            yield run
+        apart = [case for case in ordered if alone(case, repeat)]
+        for chosen, at_once in (([c for c in ordered if c not in apart], jobs), (apart, 1)):
+            plans = [plan(case, repeat) for case in chosen]
+            for case, run in zip(chosen, studies.in_turns(plans, at_once), strict=True):
+                if run.status != "complete":
+                    left.remove(case)
+                yield run
 
 
 def told(runs: Iterable[LabRun], outcome: Callable[[LabRun], str]) -> tuple[list[LabRun], bool]:

@@ -18,11 +18,12 @@ from workshop.kernels.rows import Row, against_fastest
 from workshop.profilers import advisor, picture, timeline
 from workshop.profilers.table import KernelTable
 from workshop.roofline import ceilings, inputs
-from workshop.roofline import figures as roofs
 from workshop.roofline.model import COMPUTE, DATA_SHEET, MEMORY
 from workshop.run import timing
 from workshop.show import lab_table
-from workshop.show.charts import MEMORY_COLOURS, PHASE_COLOURS
+from workshop.show import roofline_chart as roofs
+from workshop.show.charts import MEMORY as MEMORY_PARTS
+from workshop.show.charts import PHASES
 from workshop.versions import ALL, BASELINE, PEERS, ROOT, VERSIONS
 
 Shown = tuple[Body, Mapping[str, object]]
@@ -113,8 +114,8 @@ def parts(measured: Measured, what: str) -> Shown:
     """The parts of the peak memory or of the step; V1 against the version with the least."""
     its = measured.ladder(MEDIUM).versions
     axis, of, scale = {
-        "memory": ("GB at the peak", MEMORY_COLOURS, 1e-3),
-        "phases": ("ms a step", PHASE_COLOURS, 1.0),
+        "memory": ("GB at the peak", MEMORY_PARTS, 1e-3),
+        "phases": ("ms a step", PHASES, 1.0),
     }[what]
     values = [row.memory_mb if what == "memory" else row.step_parts for row in its]
     series = {label: [scale * float(own.get(key) or 0.0) for own in values] for key, label, _ in of}

@@ -15,8 +15,8 @@ from workshop.compare.rows import Row
 from workshop.compare.waterfall import Waterfall
 from workshop.errors import WorkshopError, printable
 from workshop.labs import LabRow
-from workshop.report import comparisons, studies
-from workshop.report.comparisons import Group
+from workshop.show import ladders
+from workshop.show.ladders import Group
 from workshop.versions import ALL, BASELINE, VERSIONS
 
 SIZES, PRECISION = ("small", "medium"), "bf16"
@@ -59,10 +59,9 @@ class Measured:
         self.all.refresh()
         for broken in self.all.broken:
             raise WorkshopError(broken.reason)
-        _, ordinary = studies.split(self.all.runs)
-        ladders = [one for group in comparisons.groups(ordinary) if (one := _ladder(group))]
-        device = ladders[0].first.device if ladders else ""
-        self.ladders = [one for one in ladders if one.first.device == device]
+        groups = ladders.ladders(self.all.runs)
+        found = [one for group in groups if (one := _ladder(group))]
+        self.ladders = [one for one in found if one.first.device == found[0].first.device]
         self.begin()
 
     def begin(self) -> None:

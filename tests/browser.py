@@ -1,4 +1,4 @@
-"""The browser of workshop/report/browser.py, for tests of pages."""
+"""The browser of workshop/show/doc_images.py, for tests of pages."""
 
 import json
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from workshop.errors import NotOnThisMachine
-from workshop.report import browser as chromium
-from workshop.report.browser import resize as resize
-from workshop.report.browser import wear as wear
+from workshop.show import doc_images as chromium
+from workshop.show.doc_images import resize as resize
+from workshop.show.doc_images import wear as wear
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from workshop import records  # noqa: E402
 from workshop.judge.pipe import Closed, Message, Pipe  # noqa: E402
 from workshop.judge.process import Process  # noqa: E402
 from workshop.kernels import benchmark as tool  # noqa: E402
-from workshop.kernels import calls, cases, contenders, measure, rows  # noqa: E402
+from workshop.kernels import calls, cases, implementations, measure, rows  # noqa: E402
 from workshop.kernels.calls import Setting  # noqa: E402
 from workshop.kernels.cases import (  # noqa: E402
     BACKWARD,
@@ -72,7 +72,7 @@ def v3(monkeypatch) -> ModuleType:
 
 
 class InAThread(Process):
-    """The contenders in a thread of this process, so that a test can break them."""
+    """The implementations in a thread of this process, so that a test can break them."""
 
     def __init__(self, _: torch.device) -> None:
         asked, to_ask = os.pipe()
@@ -84,7 +84,7 @@ class InAThread(Process):
 
     def _serve(self, pipe: Pipe) -> None:
         with contextlib.closing(pipe), contextlib.suppress(SystemExit, Closed):
-            contenders.serve(pipe)
+            implementations.serve(pipe)
 
     def timed(self, *asked: Any, **values: Any) -> tuple[Message, float, float | None]:
         return *super().timed(*asked, **values)[:2], None  # the judge waits with it
@@ -101,11 +101,11 @@ class InAThread(Process):
 
 
 def judged(case: cases.Case, precision: str = "fp32", rounds: int = 0) -> dict[str, Row]:
-    """The rows of a case, whose contenders' process makes it of its name."""
+    """The rows of a case, whose implementations' process makes it of its name."""
     of_case = cases.OPS[case.op]._replace(make=lambda *_: case)
     judge = measure.Judge(make_setting(precision), rounds, a_run())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "start_contenders", InAThread)
+        patch.setattr(measure, "start_process", InAThread)
         patch.setitem(cases.OPS, case.op, of_case)
         try:
             return {run.variant: Row((run,)) for run in judge.measure(case)}
@@ -119,10 +119,10 @@ def pretended_gpu(monkeypatch) -> Mock:
     gpu = Mock()
     gpu.set_sync_debug_mode("default")
     gpu.get_device_properties.return_value = Mock(total_memory=10**9)
-    monkeypatch.setattr(contenders.hardware, "cache_bytes", lambda _: 10_000)
+    monkeypatch.setattr(implementations.hardware, "cache_bytes", lambda _: 10_000)
     for name in ("set_sync_debug_mode", "get_device_properties"):
         monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
-    monkeypatch.setattr(contenders.Program, "_graph", lambda _, work: work)
+    monkeypatch.setattr(implementations.Program, "_graph", lambda _, work: work)
     monkeypatch.setattr(measure, "TURN_MS", 1e4)  # a machine may be busy
     return gpu
 
@@ -142,7 +142,7 @@ def test_without_a_gpu_all_kernels_are_checked_and_none_is_timed(type_command, t
     (file,) = (path for path in output.rglob("*") if path.is_file())
     assert file.parent == output / "runs"
     found = rows.load(output)
-    ours = [row for row in found if row.contender == OURS]
+    ours = [row for row in found if row.implementation == OURS]
     assert [row.op for row in ours] == list(cases.OPS)
     for row in ours:
         errors = [float(str(one["error"])) for one in row.first.gate.measures.values()]
@@ -150,7 +150,7 @@ def test_without_a_gpu_all_kernels_are_checked_and_none_is_timed(type_command, t
         assert all(0 <= error < 1e-5 for error in errors), row
     assert not any(row.first.phase_ms or row.timed for row in found)
     skipped = [row for row in found if row.verdict == "skipped"]
-    assert {"Liger", "torch.compile"} <= {row.contender for row in skipped}
+    assert {"Liger", "torch.compile"} <= {row.implementation for row in skipped}
     assert all(row.note for row in skipped)
 
 
@@ -255,16 +255,18 @@ def raising(error: Exception) -> Callable[..., Tensor]:
 
 def test_only_a_kernel_of_ours_that_is_wrong_or_crashes_has_failed(v3) -> None:
     crash = raising(RuntimeError("CUDA error\nand a long story"))
-    row = judged(dataclasses.replace(small_case("swiglu"), kernel=crash))[OURS]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(v3, "swiglu", crash)
+        row = judged(small_case("swiglu"))[OURS]
     assert (row.verdict, row.failed, row.note) == ("FAIL", True, "RuntimeError: CUDA error")
 
-    rivals = {
+    others = {
         "a": lambda gate, up: gate.relu() * up,
-        "b": raising(cases.Absent("not installed")),
+        "b": raising(cases.Skipped("not installed")),
         "c": crash,
         "d": raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate everything")),
     }
-    found = judged(dataclasses.replace(small_case("swiglu"), rivals=rivals))
+    found = judged(dataclasses.replace(small_case("swiglu"), others=others))
     failed = [name for name, row in found.items() if row.failed]
     assert found[OURS].verdict == "pass" and failed == ["a"]
     assert {name: row.note for name, row in found.items() if row.verdict == "skipped"} == {
@@ -277,7 +279,7 @@ def test_only_a_kernel_of_ours_that_is_wrong_or_crashes_has_failed(v3) -> None:
 
 def test_a_process_that_ends_is_the_fault_of_who_was_asked(monkeypatch) -> None:
     crash = Process([sys.executable, "-c", "import os; os.abort()"], os.environ)
-    monkeypatch.setattr(measure, "start_contenders", lambda _: crash)
+    monkeypatch.setattr(measure, "start_process", lambda _: crash)
     judge = measure.Judge(make_setting(), 0, a_run())
     found = [Row((run,)) for run in judge.measure(small_case("swiglu"))]
     assert [row.verdict for row in found] == ["FAIL", *["skipped"] * (len(found) - 1)]
@@ -332,14 +334,14 @@ def test_a_trick_in_the_timed_run_is_found(trick, v3, monkeypatch, pretended_gpu
     # A busy machine may slow the ceilings' copies and products alone.
     monkeypatch.setattr(measure, "TURN_MS", 20.0 if plant is slow else 1e4)
     monkeypatch.setattr(measure, "IMPOSSIBLE", 30.0)
-    timed_ms = contenders.Program.timed_ms
-    case = dataclasses.replace(small_case("swiglu"), kernel=plant(v3.swiglu_reference))
-    ours = case.kernel
+    timed_ms = implementations.Program.timed_ms
+    monkeypatch.setattr(v3, "swiglu", plant(v3.swiglu_reference))
+    case = small_case("swiglu")
 
-    def told(program: contenders.Program) -> float:
-        return timed_ms(program) * (factor if program._function is ours else 1.0)
+    def told(program: implementations.Program) -> float:
+        return timed_ms(program) * (factor if program._function == case.kernel else 1.0)
 
-    monkeypatch.setattr(contenders.Program, "timed_ms", told)
+    monkeypatch.setattr(implementations.Program, "timed_ms", told)
     # A call of a turn is compared, the last one: half of all calls are wrong in one trick.
     monkeypatch.setattr(measure.secrets, "randbelow", lambda number: number - 1)
     found = judged(case, rounds=ROUNDS)
@@ -368,7 +370,7 @@ def test_the_truth_does_not_depend_on_the_parts_it_is_computed_in(op, v3) -> Non
     data = calls.draw_data(case, setting, 1)
     whole = measure.in_parts(dataclasses.replace(case, parts=1), data, torch.float64)
     parts = measure.in_parts(case, data, torch.float64)
-    names = {f"gradient of {name}" for name in case.arguments if name not in case.constants}
+    names = {f"gradient of {name}" for name in case.differentiable}
     assert set(whole) == set(parts) == names | set(case.results)
     for name, true in whole.items():
         assert true.dtype == parts[name].dtype == torch.float64
@@ -425,7 +427,7 @@ def test_drawn_sizes_are_the_same_for_a_seed_and_others_for_another(v3) -> None:
     assert max(case.amounts(2)[FORWARD] for case in found[0] if case.unit == GBS) < 4e9
 
 
-def test_contenders_take_turns_and_the_first_turn_is_not_counted(monkeypatch) -> None:
+def test_implementations_take_turns_and_the_first_turn_is_not_counted(monkeypatch) -> None:
     order: list[str] = []
     judge = measure.Judge(make_setting(), 4, a_run())
     for name, instead in {
@@ -440,7 +442,7 @@ def test_contenders_take_turns_and_the_first_turn_is_not_counted(monkeypatch) ->
 
 
 @pytest.mark.parametrize("op", cases.OPS)
-def test_all_phases_of_all_right_contenders_are_timed(op, v3, pretended_gpu) -> None:
+def test_all_phases_of_all_right_implementations_are_timed(op, v3, pretended_gpu) -> None:
     case = small_case(op)
     right = [row for row in judged(case, rounds=ROUNDS).values() if row.verdict == "pass"]
     assert len(right) >= 2 and not any(row.note for row in right)
@@ -454,7 +456,7 @@ def test_all_phases_of_all_right_contenders_are_timed(op, v3, pretended_gpu) -> 
     assert pretended_gpu.set_sync_debug_mode.call_args.args == ("default",)
 
 
-def test_a_contender_that_waits_for_the_device_is_timed_launch_by_launch(v3, pretended_gpu) -> None:
+def test_what_waits_for_the_device_is_timed_launch_by_launch(v3, pretended_gpu) -> None:
     def failing(message: str) -> Callable[..., Tensor]:
         def call(gate: Tensor, up: Tensor) -> Tensor:
             if pretended_gpu.set_sync_debug_mode.call_args.args == ("error",):
@@ -465,7 +467,7 @@ def test_a_contender_that_waits_for_the_device_is_timed_launch_by_launch(v3, pre
         return call
 
     waiting, broken = map(failing, ("a synchronizing CUDA operation", "CUDA error: of its own"))
-    case = dataclasses.replace(small_case("swiglu"), rivals={"a": waiting, "b": broken})
+    case = dataclasses.replace(small_case("swiglu"), others={"a": waiting, "b": broken})
     found = judged(case, rounds=ROUNDS)
     assert found["a"].note == "; ".join(
         f"{phase} timed launch by launch: it waits for the device" for phase in case.phases
@@ -500,9 +502,9 @@ def test_every_kernel_is_right_and_timed_at_a_plausible_rate(type_command, tmp_p
             assert set(row.first.phase_ms) == {*row.amounts, HOST}, row.note
             assert row.first.memory_mb or row.op == "apply_rope"  # some rotate in place
             assert row.first.audit.status == "pass" and row.first.judge_ms
-    verdicts = {(row.op, row.contender): row.verdict for row in found}
+    verdicts = {(row.op, row.implementation): row.verdict for row in found}
     assert {verdicts[op, name] for op in cases.OPS for name in (OURS, PLAIN)} == {"pass"}
-    notes = [row.note for row in found if row.contender in (OURS, PLAIN, "torch.compile")]
+    notes = [row.note for row in found if row.implementation in (OURS, PLAIN, "torch.compile")]
     assert not any(notes), notes  # all captured
 
 
@@ -513,12 +515,12 @@ def test_a_failed_capture_is_noticed_before_it_is_tried(v3) -> None:
         assert result.sum().item() == result.sum().item()
         return result
 
-    case = dataclasses.replace(small_case("swiglu"), rivals={"a": waiting})
-    with contenders.on_its_stream(stream := torch.cuda.Stream()):
+    case = dataclasses.replace(small_case("swiglu"), others={"a": waiting})
+    with implementations.on_its_stream(stream := torch.cuda.Stream()):
         setting = Setting(torch.device("cuda", 0), PRECISIONS["fp32"], stream)
         data = calls.draw_data(case, setting, 1)
         found = {
-            name: contenders.Program(
+            name: implementations.Program(
                 *(case, function, FORWARD, setting, data, 0.0, torch.cuda.graph_pool_handle())
             )
             for name, function in (("a", waiting), (PLAIN, case.plain))

@@ -30,9 +30,9 @@ from workshop.compare import sessions
 from workshop.exercises import sheet
 from workshop.gate import canonical, parity
 from workshop.results import RunResult
-from workshop.roofline import figures
 from workshop.roofline import inputs as roofline_inputs
 from workshop.run import trainer
+from workshop.show import roofline_chart
 from workshop.versions import PEERS, VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -399,7 +399,7 @@ TOGETHER = [
     (STAGES, "--show --output-dir empty", "empty"),
     (KERNELS, "--device cpu --precision fp16", "precision fp16: the CPU does not have it"),
     (KERNELS, "--device cuda:97", "device cuda:97"),
-    (INSPECT, "--target gfx942 gfx1100", "unknown target 'gfx1100': choose from gfx90a, gfx942, "),
+    (INSPECT, "--target gfx942 gfx1100", "--target: invalid choice: 'gfx1100'"),
 ]
 """Programs, words that are right in themselves, and what the answer must say."""
 
@@ -482,7 +482,7 @@ REACHES = [
     (
         "analysis_tools/roofline_analysis.py",
         f"runs --top 3 {OUT}",
-        (figures, "draw"),
+        (roofline_chart, "draw"),
         lambda *_, labels: labels == 3,
     ),
     (

@@ -6,8 +6,8 @@ from PIL import Image as Pillow
 
 from analysis_tools import update_docs
 from workshop.errors import NotOnThisMachine
-from workshop.report import doc_images
-from workshop.report.doc_images import Image
+from workshop.show import doc_images
+from workshop.show.doc_images import Image
 
 
 def test_stale_pictures_are_made_again_or_left_and_named(tmp_path, monkeypatch, capsys) -> None:

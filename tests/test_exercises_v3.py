@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 from workshop import records
 from workshop.exercises import frame
 from workshop.exercises.frame import Item, Work
-from workshop.kernels import inspect as inspection
+from workshop.kernels import inspect, offline
 from workshop.labs import LabRun
 
 CODING = ("triton_basics", "custom_kernels")
@@ -48,10 +48,10 @@ COMPILE = """
 import sys
 from pathlib import Path
 import torch
-from workshop.kernels import inspect as inspection
+from workshop.kernels import offline
 from workshop.exercises.frame import import_file
 basics, custom = (import_file(Path(path)) for path in sys.argv[2:])
-with inspection.compiling(inspection.get_chip(sys.argv[1]), "") as launches:
+with offline.compiling(offline.get_chip(sys.argv[1]), "") as launches:
     row, wide = torch.empty(1000), torch.empty(33, 50, dtype=torch.bfloat16)
     basics.add(row, row, torch.empty(1000))
     basics.softmax(torch.empty(5, 63), torch.empty(5, 63))
@@ -205,10 +205,10 @@ def test_a_wrong_backward_pass_is_shown(mistake, tmp_path) -> None:
 # --- performance_tuning --------------------------------------------------------------------------
 
 
-def compiled(target: str, kernel: str, used_by: str, **more: object) -> inspection.Kernel:
+def compiled(target: str, kernel: str, used_by: str, **more: object) -> offline.Kernel:
     """As workshop.kernels.inspect found it with Triton 3.7."""
     spills = {"bytes": more.pop("spilled", 0)}
-    return inspection.Kernel(target, kernel, [used_by], spills=spills, **more)
+    return offline.Kernel(target, kernel, [used_by], spills=spills, **more)
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def inspected(tmp_path) -> Path:
         compiled("gfx942", "attention_backward_dk_dv", "bf16 medium", waves_by={"registers": 2.0}),
     ]
     (tmp_path / "kernels").mkdir()
-    text = json.dumps(inspection.as_json(kernels))
+    text = json.dumps(inspect.as_json(kernels))
     (tmp_path / "kernels/inspect.json").write_text(text, encoding="utf-8")
     return tmp_path
 

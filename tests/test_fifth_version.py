@@ -33,10 +33,9 @@ from analysis_tools import compare_versions, report_generator
 from workshop import versions
 from workshop.compare import waterfall
 from workshop.collection import Collection
-from workshop.dashboard import figures
-from workshop.dashboard.data import Snapshot
 from workshop.gate import parity
 from workshop.run.presets import get_preset
+from workshop.show import charts, ladders
 
 module, out = versions.load("v5"), Path(sys.argv[1])
 config = module.TinyLlamaConfig(**get_preset("tiny").model())
@@ -47,14 +46,13 @@ words = [*few, "--versions", "v1", "v5", "--output-dir", str(out)]
 status = compare_versions.main(words)
 collection = Collection([out])
 collection.refresh()
-snapshot = Snapshot(collection)
-(group,) = snapshot.groups
-rows = {row.version: row for row in snapshot.rows(group)}
+(group,) = ladders.ladders(collection.runs)
+rows = {row.version: row for row in group.rows}
 reported = report_generator.main(["--results", str(out), "--output-dir", str(out / "report")])
 rungs = waterfall.rungs("v5", "fp32", on_gpu=False, compiles=False)
 print(json.dumps({"gate": gate.failures, "status": status, "reported": reported,
                   "speed-up": rows["v5"].speedup,
-                  "colour": figures.throughput([rows["v5"]]).data[0].marker.color[0],
+                  "colour": charts.throughput([rows["v5"]]).colours[0],
                   "rungs": [rung.title for rung in rungs]}))
 """
 

@@ -351,7 +351,8 @@ HOPPER_HEADS = (  # every configuration of `triton_attention_hopper`; T cuts a b
 @pytest.mark.parametrize(("B", "H", "K", "T", "D"), HOPPER_HEADS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_on_hopper(B, H, K, T, D, dtype) -> None:
-    hopper = sys.modules["triton_attention"].hopper
+    attention = sys.modules["triton_attention"]
+    hopper, hopper_backward = attention.hopper, attention.hopper_backward
     if hopper is None or torch.cuda.get_device_capability(GPU) != (9, 0):
         pytest.skip("needs a Hopper GPU and Triton 3.6")
     torch.manual_seed(0)
@@ -365,9 +366,11 @@ def test_attention_on_hopper(B, H, K, T, D, dtype) -> None:
     )
     with (
         mock.patch.dict(hopper.FORWARD_FROM, {D: 1}),
-        mock.patch.dict(hopper.BACKWARD_FROM, {D: 1}),
+        mock.patch.dict(hopper_backward.BACKWARD_FROM, {D: 1}),
         mock.patch.object(hopper, "attend", wraps=hopper.attend) as forward,
-        mock.patch.object(hopper, "attend_backward", wraps=hopper.attend_backward) as backward,
+        mock.patch.object(
+            hopper_backward, "attend_backward", wraps=hopper_backward.attend_backward
+        ) as backward,
     ):
         for case in calls:
             assert worst_excess(case, dtype) <= 1.0, case.op

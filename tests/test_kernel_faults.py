@@ -50,13 +50,13 @@ FAULTS = {
     ),
     "first keys skipped in dq": (LONG, "m, 0, unmasked, T, scale_l", "m, 32, unmasked, T, scale_l"),
     "dq from the values": (
-        CAUSAL, "_dot(dscores.to(k_tile.dtype), k_tile,", "_dot(dscores.to(k_tile.dtype), v_tile,",
+        CAUSAL, "dot(dscores.to(k_tile.dtype), k_tile,", "dot(dscores.to(k_tile.dtype), v_tile,",
     ),
     # norm
     "eps outside of the root": (
         NORM, "tl.rsqrt(tl.sum(x * x, 1) / C + eps)", "tl.rsqrt(tl.sum(x * x, 1) / C) + eps",
     ),
-    "mean over the padded width": (NORM, "tl.sum(x * x, 1) / C", "tl.sum(x * x, 1) / BLOCK_C"),
+    "mean over the padded width": (NORM, "tl.sum(x * x, 1) / C", "tl.sum(x * x, 1) / x.shape[1]"),
     "dw over half of the rows": (
         NORM,
         "dw += tl.sum(dy * normed, 0)",

@@ -26,8 +26,9 @@ from test_profilers_nvidia import BF16, NCU_DETAILS, NCU_RAW, READ, TIME, WRITTE
 
 from labs.cifar10_roofline.roofline import parse_ncu_csv, plot_roofline
 from workshop.profilers import ncu
-from workshop.roofline import figures, hierarchy
+from workshop.roofline import hierarchy
 from workshop.roofline.model import Roofline
+from workshop.show import roofline_chart
 from workshop.versions import ROOT
 
 FOLDER = ROOT / "labs/cifar10_roofline"
@@ -156,13 +157,13 @@ def test_all_kinds_and_levels(caches: Path) -> None:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Roofline]:
     """The rooflines that are drawn."""
     found: list[Roofline] = []
-    draw = figures.draw
+    draw = roofline_chart.draw
 
     def noted(roofline: Roofline, target: Path, **more: Any) -> None:
         found.append(roofline)
         draw(roofline, target, **more)
 
-    monkeypatch.setattr(figures, "draw", noted)
+    monkeypatch.setattr(roofline_chart, "draw", noted)
     return found
 
 
@@ -185,13 +186,13 @@ def test_the_guide_s_figures(
 ) -> None:
     out = tmp_path / "a folder" / "resnet18_bs128_L4.png"
     status, printed, _ = plotted(capsys, *GUIDE, "--label", "resnet18_bs128_L4", "--out", out)
-    assert status == 0 and size(out) == (figures.WIDTH, figures.HEIGHT)
-    frame = figures.view(drawn[0])
-    (mark,) = figures.marks(drawn[0], frame)
+    assert status == 0 and size(out) == (roofline_chart.WIDTH, roofline_chart.HEIGHT)
+    frame = roofline_chart.view(drawn[0])
+    (mark,) = roofline_chart.marks(drawn[0], frame)
     assert (mark.x, mark.y, mark.point.label) == (
         pytest.approx(15.624057), pytest.approx(1466.556e9), "resnet18_bs128_L4"
     )  # fmt: skip
-    memory, compute = figures.lines(drawn[0], frame)
+    memory, compute = roofline_chart.lines(drawn[0], frame)
     assert memory.end == compute.start == (100, 30e12)  # the ridge
     assert "30 TFLOP/s / 300 GB/s = 100 FLOP/byte; 15.6 lies left of it, where memory" in printed
     assert "the roof there: 4.69 TFLOP/s; 1.47 TFLOP/s is 31% of it" in printed
@@ -206,7 +207,7 @@ def test_every_kernel_at_every_level(
     status, printed, error = plotted(
         capsys, "--report", caches, "--label", "all", *peaks, "--out", out
     )
-    assert (status, error, size(out)) == (0, "", (figures.WIDTH, figures.HEIGHT))
+    assert (status, error, size(out)) == (0, "", (roofline_chart.WIDTH, roofline_chart.HEIGHT))
     points = {(point.label, point.level): point for point in drawn[0].points}
     intensities = {key: point.intensity for key, point in points.items()}
     total = 128_000 + 150 + 20 + 7
@@ -226,7 +227,7 @@ def test_every_kernel_at_every_level(
     assert gemm.flops_per_s == gemm_l2.flops_per_s == pytest.approx(64e9)
     roof, roof_l2 = drawn[0].roof(gemm), drawn[0].roof(gemm_l2)
     assert roof and roof_l2 and (roof.name, roof_l2.name) == ("memory", "L2")
-    marks = figures.marks(drawn[0], figures.view(drawn[0]))
+    marks = roofline_chart.marks(drawn[0], roofline_chart.view(drawn[0]))
     markers = {mark.point.level: mark.marker[0] for mark in marks}
     assert markers == {"memory": "o", "L2": "s", "L1": "D"}
     areas = {mark.point.label: mark.area for mark in marks}

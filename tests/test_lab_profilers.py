@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ import pytest
 import torch
 from conftest import HANGS_S
 from stored_runs import lab_run
-from test_lab_inference import SMALL, Variant, bench
-from test_profile_run import Ranges
-from test_profile_scripts import NVIDIA_GPU, RUNNERS, TOOLS, Machine, finished, problems
+from test_lab_inference import Variant, bench
+from test_profile_scripts import NVIDIA_GPU, TOOLS, Machine, finished, problems
 
-from labs.inference_benchmark import counts, group, measure, networks, profiling
+from labs.inference_benchmark import counts, group, measure, profiling
 from workshop import records
 from workshop.collection import Collection
 from workshop.errors import WorkshopError
@@ -54,13 +52,6 @@ class LabMachine(Machine):
 @pytest.fixture
 def machine(tmp_path: Path) -> LabMachine:
     return LabMachine(tmp_path)
-
-
-def test_the_lab_links_to_every_runner() -> None:
-    links = {path.name: path for path in FOLDER.glob("run_*")}
-    assert links.keys() == {path.name for path in RUNNERS.glob("run_*")}
-    for name, link in links.items():
-        assert not link.readlink().is_absolute() and link.resolve() == RUNNERS / name
 
 
 def test_every_command_profiles_the_lab_s_program(machine: LabMachine) -> None:
@@ -184,54 +175,6 @@ def test_what_explains_a_tiny_llama_is_skipped() -> None:
 # --- the program ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Ranges]]:
-    """Prepares a small network, with ranges that note when they are opened."""
-    monkeypatch.setattr(networks, "get_network", lambda name: SMALL)
-
-    def prepare(*flags: str, steps: int = 2) -> tuple[Any, Ranges]:
-        ranges = Ranges()
-        words = ["--network", "small", "--batch-size", "4", "--device", "cpu", *flags]
-        return profile_run.plan(LAB, words, steps).load()(ranges), ranges
-
-    return prepare
-
-
-@pytest.mark.parametrize(
-    ("mode", "parts"),
-    [("inference", ["forward"]), ("training", ["forward", "backward", "optimizer"])],
-)
-def test_marker_ranges_lie_around_the_steps_alone(mode: str, parts: list[str], small) -> None:
-    run, ranges = small("--mode", mode)
-    assert ranges.opened == []  # of the warm-up
-    run.step()
-    run.eager_step()
-    assert ranges.opened == 2 * ["step", *(f"step/{part}" for part in parts)]
-
-
-def test_the_vendor_s_profiler_watches_the_steps_alone(
-    small, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    events: list[str] = []
-    run, _ = small()
-    monkeypatch.setattr(profile_run, "_nvidia_profiler", lambda device: Noted(events))
-    monkeypatch.setattr(type(run), "step", lambda self: events.append("step"))
-    assert profile_run.watch(run, 2, 5, tmp_path) == 0
-    assert events == ["start", "step", "step", "stop"]
-    assert records.load_run(tmp_path / "run.jsonl").status == "profiled"
-
-
-class Noted:
-    def __init__(self, events: list[str]) -> None:
-        self.events = events
-
-    def __enter__(self) -> None:
-        self.events.append("start")
-
-    def __exit__(self, *_: object) -> None:
-        self.events.append("stop")
-
-
 def test_a_trace_of_the_benchmark_has_its_record(tmp_path: Path) -> None:
     """--kineto, with the part of the batch that this process has."""
     ours = bench(Variant(), batch=4)
@@ -259,33 +202,6 @@ def test_the_tables_have_the_longest_operations_of_all_iterations() -> None:
     assert shares == sorted(shares, reverse=True) and 50 < sum(shares) <= 100.05
     convolution = next(row for row in rows if row[0] == "aten::mkldnn_convolution")
     assert int(convolution[-1]) == 2 * profiling.ITERATIONS
-
-
-@pytest.mark.parametrize(("installed", "words"), [
-    (False, "DeepSpeed is not installed"),
-    (True, "DeepSpeed can't be imported: RuntimeError('no compiler')"),
-])  # fmt: skip
-def test_without_a_deepspeed_that_works_pytorch_counts(
-    installed: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
-        monkeypatch.delitem(sys.modules, name)
-    if installed:
-        (tmp_path / "deepspeed.py").write_text("raise RuntimeError('no compiler')")
-        monkeypatch.syspath_prepend(tmp_path)
-    else:
-        monkeypatch.setattr(sys, "meta_path", [NoDeepSpeed, *sys.meta_path])
-    ours = bench(Variant(), batch=2)
-    lines: list[str] = []
-    profiling.flops(ours, 1, group.Group(), lines.append, training=False)
-    assert any(words in line for line in lines) and "Profile Summary at step 1:" in lines
-
-
-class NoDeepSpeed:
-    @staticmethod
-    def find_spec(name: str, *_: object) -> None:
-        if name == "deepspeed":
-            raise ModuleNotFoundError("no deepspeed", name=name)
 
 
 # --- what a profile answers ----------------------------------------------------------------------

@@ -32,18 +32,12 @@ FLOOR, PADDING = "text_1_floor", "text_2_padding"
     ("answer", "says"),
     [
         ({"wide_ms": 41.7}, "the median, of your newest"),
-        ({"deep_ms": 0.7}, "the median, of your newest"),
-        ({"long_ms": 22.0}, "the median, of your newest"),
         ({"static_ms": 47.1}, "the median, of your newest"),
         ({"cache_percent": 39}, "the cache over the sum"),
         ({"copied_mb": 135}, "the reading alone"),
-        ({"copied_mb": 440}, "as much is written"),
         ({"layer_ms": 0.193}, "less the time that its bytes take"),
         ({"int8": "deep"}, "a small part of its time"),
-        ({"int8": "long"}, "the smaller part"),
         ({"kv_heads": "wide"}, "the prompt is short"),
-        ({"kv_heads": "deep"}, "a small part of its time"),
-        ({"graph": "wide"}, "take long each"),
         ({"graph": "long"}, "most of its time is reading"),
     ],
 )
@@ -57,15 +51,6 @@ def test_the_floors_empty_answers_fail_and_the_solution_passes() -> None:
     unanswered(FLOOR, results=solution(FLOOR)["results"])
     items = checked(FLOOR, **solution(FLOOR))
     assert not red(items) and shown(items).count("a good prediction") == 4
-
-
-def test_the_models_differ_in_what_bounds_them() -> None:
-    """The check's verdict on them, whatever the machine."""
-    check = loaded(FLOOR)
-    m = check.measured(check.Work(FOLDERS[FLOOR], results=solution(FLOOR)["results"]))
-    assert m.cache_mb("wide") < 0.01 * m.mb("wide") and m.mb("wide") > 500
-    assert m.cache_mb("long") > 0.6 * m.mb("long")
-    assert m.mb("deep") < 10  # at 5 GB/s 2 ms, of 32 layers
 
 
 @pytest.fixture
@@ -90,7 +75,8 @@ def test_the_sheets_commands_make_the_runs_that_the_check_takes(
     monkeypatch.setattr(check, "SIZES", small)
     monkeypatch.setattr(make_models.hardware, "measure_copy_gbs", lambda device: 10.0)
     folder = tmp_path / check.FLOOR
-    assert make_models.main(["--output-dir", str(folder)]) == 0
+    monkeypatch.setattr(make_models, "FOLDER", folder)
+    assert make_models.main([]) == 0
     monkeypatch.chdir(tmp_path)
     answers = solution(FLOOR)["answers"]
     for run in check.RUNS:
@@ -135,25 +121,11 @@ WRONG: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         {FIRST: "positions = torch.arange(ids.shape[1]).expand_as(ids)"}, (GPT2,),
     ),
     "no positions at all": ({"position_ids=positions": "position_ids=None"}, (GPT2,)),
-    "the model's own positions for new tokens": (
-        {"position_ids=positions": "position_ids=positions if cache is None else None"},
-        ALL,
-    ),
     "the longest prompt's positions for all": (
         {NEXT: "positions = torch.full_like(ids, int(positions.max()) + 1)"}, ALL,
     ),
-    "the first prompt's positions for all": (
-        {NEXT: "positions = (positions[:1, -1:] + 1).expand_as(ids)"}, ALL,
-    ),
-    "a position that stays": ({NEXT: "positions = positions[:, -1:]"}, ALL),
-    "one position too far": (
-        {NEXT: "positions = mask.sum(1, keepdim=True)"}, ALL,
-    ),
+    "one position too far": ({NEXT: "positions = mask.sum(1, keepdim=True)"}, ALL),
     "no mask": ({"attention_mask=mask": "attention_mask=None"}, ALL),
-    "a mask for the prompts alone": (
-        {"attention_mask=mask": "attention_mask=mask if cache is None else None"},
-        ALL,
-    ),
     "new tokens masked": ({"value=1": "value=0"}, ALL),
     "a mask of all tokens but one": (
         {FIRST: f"mask = (ids != pad).long()\n    {FIRST}"}, (INSIDE,),
@@ -206,11 +178,8 @@ def test_the_untouched_program_and_answers_are_red() -> None:
         ({"right": 3}, "with the starter's code"),
         ({"first": 1}, "The smallest number"),
         ({"call": "prompts"}, "and is right"),
-        ({"fault": "side"}, "in the last column"),
         ({"fault": "mask"}, "grows by a 1"),
         ({"shifted": "gpt2"}, "a vector for each position"),
-        ({"shifted": "both"}, "what does GPT-2 do"),
-        ({"shifted": "neither"}, "what does a Llama do"),
     ],
 )
 def test_a_wrong_diagnosis_is_the_one_that_is_red(

@@ -115,7 +115,7 @@ def test_an_export_that_ends_early_leaves_what_was_there(tmp_path, monkeypatch, 
         assert not list(tmp_path.iterdir())
     assert train_and_export.main(command) == errors.DONE
     assert train_and_export.main(command) == errors.WRONG_USAGE
-    assert "has a model of 1 steps: give --replace" in capsys.readouterr().err
+    assert "has a model: give --replace" in capsys.readouterr().err
     command.append("--replace")
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with monkeypatch.context() as patch:
@@ -147,15 +147,11 @@ def test_ctrl_c_saves_what_is_trained(tmp_path) -> None:
     ("flags", "message"),
     [
         ("--minutes 0", "--minutes 0.0: it must"),
-        ("--minutes nan", "--minutes nan: it must"),
         ("--learning-rate 0", "--learning-rate 0.0: it must"),
         ("--config huge", "unknown preset 'huge'"),
-        ("--seq-len 1", "--seq-len 1: "),
-        ("--precision fp16", "precision fp16: the CPU does not have it"),
         ("--text-file {tmp}/none", "--text-file {tmp}/none does not exist"),
         ("--data {tmp}/short", "short has 3 bytes, fewer than a sequence"),
-        ("--output-dir {tmp}", "--output-dir {tmp} has other files in it: name a new folder"),
-        ("--output-dir {tmp}/short", "--output-dir {tmp}/short is a file: name a folder"),
+        ("--output-dir {tmp}", "--output-dir {tmp} has other content: name a new folder"),
         ("--output-dir {tmp}/short/model", "output folder {tmp}/short can't be written"),
     ],
 )
@@ -168,9 +164,3 @@ def test_wrong_input_is_one_line(flags, message, tmp_path, capsys) -> None:
     assert error.startswith(f"error: {message.format(tmp=tmp_path)}")
     assert error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["short"]
-
-
-def test_a_missing_package_is_named(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(errors.importlib.util, "find_spec", lambda _: None)
-    assert train_and_export.main([]) == errors.NOT_ON_THIS_MACHINE
-    assert capsys.readouterr().err.startswith("error: transformers and tokenizers and safetensors")

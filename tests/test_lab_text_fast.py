@@ -186,8 +186,8 @@ def test_int8_logits_are_those_of_its_weights(case, name: str, kernels: bool) ->
     exact.lm_head.weight = torch.nn.Parameter(exact.lm_head.weight.clone())  # its own, if tied
     for part, layer in exact.named_modules():
         if isinstance(layer, torch.nn.Linear):
-            values, scale = fast.quantised(it.model.get_submodule(part).weight.detach())
-            layer.weight.data = plain_ops.matrix(Weight(values, scale[:, 0]), torch.float64)
+            rounded = plain_ops.quantised(it.model.get_submodule(part).weight.detach())
+            layer.weight.data = plain_ops.matrix(rounded, torch.float64)
     truth = their_logits(exact, it, steps)
     ours = FastLlama(it.folder, torch.float32, "cpu", int8=True, kernels=kernels)
     plain = FastLlama(it.folder, torch.float32, "cpu")
@@ -239,8 +239,7 @@ def shapes(batch: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
     x, norm = torch.randn(batch, width), torch.rand(width) + 0.5
     for int8 in (False, True):
         weight = torch.randn(2 * ffn, width) / width**0.5
-        values, scale = fast.quantised(weight)
-        matrix = Weight(values, scale[:, 0]) if int8 else Weight(weight)
+        matrix = plain_ops.quantised(weight) if int8 else Weight(weight)
         yield "project", (x, norm, matrix, 1e-5)
         yield "swiglu", (x, norm, matrix, 1e-5)
         yield "add_product", (torch.randn(batch, 2 * ffn), x, matrix)

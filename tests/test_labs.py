@@ -11,7 +11,6 @@ from stored_runs import lab_run, lab_session, reference, write, write_lab
 
 from workshop import labs, records, tables
 from workshop.collection import Collection
-from workshop.dashboard import blocks
 from workshop.errors import WorkshopError
 from workshop.judge import lab_record
 from workshop.labs import LabRow, LabRun
@@ -19,7 +18,6 @@ from workshop.results import Audit, Parity, RunResult
 from workshop.show import lab_table
 
 RED = Parity(status="fail", failures=["logits differ"])
-LABS = blocks.LABS
 
 
 def rows_of(*runs: LabRun) -> dict[str, LabRow]:

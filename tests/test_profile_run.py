@@ -73,17 +73,6 @@ def test_ranges_lie_around_the_parts_and_the_layers_of_every_step(key: str) -> N
     assert ranges.opened == 2 * [*step, "step/backward", "step/optimizer"]
 
 
-def test_outside_a_profile_nothing_of_the_ranges_is_left() -> None:
-    run = prepare("v1", steps=3)
-    with run.layer_ranges():
-        run.step()
-    for module in run.model.modules():
-        assert not module._forward_hooks and not module._forward_pre_hooks
-    with pytest.raises(RuntimeError, match="cut"), run.layer_ranges():
-        raise RuntimeError("cut")
-    assert not any(module._forward_hooks for module in run.model.modules())
-
-
 @pytest.mark.parametrize("key", ["v1", "v4"])
 def test_profiled_steps_train_what_timed_steps_train(key: str) -> None:
     run = prepare(key, "--compile", "none", steps=4)
@@ -153,18 +142,6 @@ def test_captured_parts_train_as_eager_steps_do(warmup: int) -> None:
     torch.testing.assert_close(losses[0], losses[1], rtol=2e-3, atol=0)
 
 
-def test_vendor_tools_get_balanced_ranges_and_a_cpu_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
-    range_ = markers.for_vendor_tools(torch.device("cuda"))
-    with pytest.raises(ZeroDivisionError), range_("step"), range_("forward"):
-        _ = 1 / 0
-    assert calls == ["step", "forward", "pop", "pop"]
-    with markers.for_vendor_tools(CPU)("step"):
-        assert len(calls) == 4
-
-
 def test_the_vendor_s_profiler_runs_from_the_first_step_to_the_end_of_the_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -218,14 +195,6 @@ def test_the_application_of_external_profilers(
     assert (run.version, run.status, run.step_ms) == (key, "profiled", [])
     assert run.gradients.params_with_grad == run.gradients.params_total
     assert [path.name for path in tmp_path.iterdir()] == ["run.jsonl"]
-
-
-def test_a_severed_backward_pass_is_reported(tmp_path: Path) -> None:
-    run = prepare("v1")
-    run.model.norm.forward = lambda x: x.detach() * run.model.norm.weight
-    run.step()
-    record = records.load_run(run.save_record(tmp_path))
-    assert "SEVERED" in profile_run.gradients_sentence(record.gradients)
 
 
 # --- run_pytorch_profiler.py ---------------------------------------------------------------------

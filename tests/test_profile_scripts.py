@@ -24,21 +24,12 @@ from typing import Any
 import pytest
 from conftest import HANGS_S
 
-from workshop import versions
-from workshop.profilers import (
-    amd_counters,
-    kernel_file,
-    ncu,
-    profile_run,
-    programs,
-    run_all,
-    summary,
-)
+from workshop.profilers import amd_counters, kernel_file, ncu, programs, run_all, summary
 from workshop.profilers.table import Kernel, KernelTable
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNNERS = ROOT / "workshop" / "profilers" / "runners"
-FOLDERS = [ROOT / version.folder for version in versions.VERSIONS.values()]
+FOLDERS = [program.path.parent for program in programs.PROGRAMS.values()]
 APPLICATIONS = {
     "tiny_llama_v1.py": "--profile-steps",
     "micro_benchmarking_pytorch.py": "--profile-steps",
@@ -169,48 +160,7 @@ def test_every_version_links_to_every_runner() -> None:
         subprocess.run(["bash", "-n", path], check=True)
 
 
-@pytest.mark.slow
-def test_the_folder_of_the_link_chooses_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """However it is called."""
-    folder, other = FOLDERS[1], FOLDERS[2]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-
-    def run(*words: str, cwd: Path) -> Run:
-        command = [*words, "--dry-run"]
-        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
-
-    for words, cwd in (
-        (["./run_ncu.sh"], folder),
-        (["bash", "run_ncu.sh"], folder),
-        (["bash", f"{folder.name}/run_ncu.sh"], ROOT),
-        ([f"../{folder.name}/run_ncu.sh"], other),
-    ):
-        done = run(*words, cwd=cwd)
-        assert f"{folder}/tiny_llama_v2.py" in done.stdout, done.stderr
-    done = run(sys.executable, "run_pytorch_profiler.py", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    for path in (folder / "run_x.py", other / ".." / folder.name / "run_x.py"):
-        arguments = profile_run.runner_arguments("x", steps=1, argv=[str(path)])
-        assert arguments.program.key == "v2"
-    done = run(str(RUNNERS / "run_ncu.sh"), cwd=ROOT)
-    with pytest.raises(SystemExit, match=r"^2$"):
-        profile_run.runner_arguments("x", steps=1, argv=[str(RUNNERS / "run_x.py")])
-    for error in (done.stderr, capsys.readouterr().err):
-        assert "call it in a version's folder, such as version1_pytorch_baseline/run_" in error
-        assert len(error.splitlines()) == 1
-    assert done.returncode == 2
-
-
 # --- Usage ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tool", [*TOOLS, "all_profilers"])
-def test_help_begins_with_the_question(tool: str, machine: Machine) -> None:
-    done = machine.run(tool, "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    question = (RUNNERS / f"run_{tool}.sh").read_text().splitlines()[1].removeprefix("# ")
-    assert done.stdout.startswith(question) and "shellcheck" not in done.stdout
-    assert ("--mode MODE" in done.stdout) == tool.startswith("rocprof")
 
 
 @pytest.mark.parametrize(
@@ -491,21 +441,6 @@ def test_ncu_counts_all_operations_under_the_names_of_the_chip(machine: Machine)
     assert kernel.flops == single + double + half + len(tensor)
 
 
-@pytest.mark.parametrize(
-    ("listed", "expected"),
-    [
-        ("dram__bytes_op_read dram__bytes_op_write", "dram__bytes_op"),
-        ("dram__bytes_read dram__bytes_write dram__bytes_op_read", "dram__bytes"),
-    ],
-)
-def test_ncu_gets_the_chip_s_names_for_bytes(listed: str, expected: str, machine: Machine) -> None:
-    machine.install(ncu="".join(f"echo '{name}  Counter  byte';" for name in listed.split()))
-    command, _ = machine.dry_run("ncu")
-    metrics = command[command.index("--metrics") + 1].split(",")
-    moved = [metric for metric in metrics if "bytes" in metric or "tensor" in metric]
-    assert moved == [f"{expected}_read.sum", f"{expected}_write.sum"]
-
-
 # --- Running --------------------------------------------------------------------------------------
 
 
@@ -597,17 +532,6 @@ def test_how_a_tool_ends(
     if status == 1:
         assert (machine.out / "command.txt").read_text().endswith("# exit status 1\n")
         assert not (machine.out / "kernels.json").exists()
-
-
-def test_one_group_of_counters_may_fail(machine: Machine) -> None:
-    body = RECORDER + 'case "$*" in *WRITE_SIZE*) exit 1 ;; *-trace*) echo >"$TRACE" ;; esac'
-    machine.install(rocprofv3=body, **AMD_GPU)
-    done = machine.run("rocprofv3", TRACE=str(machine.out / "run.db"))
-    assert done.returncode == 1
-    assert "failed: counters, written" in done.stderr
-    assert "run.db: for ui.perfetto.dev" in done.stdout
-    assert "SQ_WAVES" in machine.recorded("rocprofv3")  # the last group ran
-    assert (machine.out / "kernels.json").exists()
 
 
 def test_rocprof_compute_analyzes_what_it_has_profiled(machine: Machine) -> None:

@@ -16,7 +16,7 @@ from test_results import make_result
 from torch.profiler import profile as torch_profile
 from torch.profiler import record_function
 
-from workshop.profilers import advisor, kineto, ncu, proton
+from workshop.profilers import advisor, kineto
 from workshop.profilers.advisor import NOTE, WARNING, Advice, advise, headline
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.load import load, recorded_run
@@ -128,10 +128,7 @@ def test_the_rate_of_products_is_that_of_the_models_operations() -> None:
 
 
 def test_counters_come_before_the_models_operations() -> None:
-    kernels = [
-        kernel("GEMM", 20, 10.0, flops=6.0e12),
-        kernel("elementwise", 20, 5.0, bytes=12e9),
-    ]
+    kernels = [kernel("GEMM", 20, 10.0, flops=6.0e12), kernel("elementwise", 20, 5.0, bytes=12e9)]
     found = advise(table(kernels, 15.0, steps=1), record("v4"))
     sentence = find(found, "GEMM-bound").sentence
     assert "The profiler counted 6 TFLOP in 10 ms of it: 600 TFLOP/s, 61% of the 989" in sentence
@@ -180,13 +177,6 @@ def test_the_backward_range(parts, finding) -> None:
     profile = table([kernel("GEMM", 50, 16.0)], 17.0, phases_ns=parts, steps=1)
     found = set(names(advise(profile))) & {"short-backward", "backward-unplaced"}
     assert found == ({finding} if finding else set())
-
-
-def test_a_forward_pass_that_computes_gradients_severs_none() -> None:
-    """V3's, of a model that is little more than its head."""
-    profile = table(V4_MEDIUM.kernels, 21.9, steps=1, phases_ns=phases(14.0, 6.0, 1.5))
-    assert "short-backward" in names(advise(profile, record("v3", gradients=None)))
-    assert "short-backward" not in names(advise(profile, record("v3")))
 
 
 def test_products_that_the_counters_or_the_clock_miss() -> None:
@@ -245,7 +235,6 @@ LEAST = advisor.LEAST_SHARES
         ("attention", kernel("attention", 90, 0), LEAST["products"], "elementwise"),
         ("device-copies", CAST, LEAST["device-copies"], "GEMM"),
         ("copy", HOST_COPY, LEAST["copy"], "GEMM"),
-        ("copy", kernel("copy", 5, 0, "MEMORY_COPY_DEVICE_TO_HOST"), 0.05, "GEMM"),
         ("copy", kernel("copy", 5, 0, "[CUDA memcpy Host-to-Device]"), 0.05, "GEMM"),
         ("communication", kernel("communication", 9, 0), LEAST["communication"], "GEMM"),
         ("materialised-attention", SOFTMAX, LEAST["materialised-attention"], "GEMM"),
@@ -270,7 +259,6 @@ MANGLED = "_ZN2at6native12_GLOBAL__N_125multi_tensor_apply_kernelINS1_18TensorLi
         (foreach_update(3.1), True),
         (foreach_update(2.9), False),
         ([kernel("optimizer", 8, 9.0, FUSED)], False),
-        ([kernel("optimizer", 2, 9.0, FOREACH.format(2))], False),  # SGD's
         ([kernel("optimizer", 10, 2.0, MANGLED.format(i)) for i in range(4)], True),
         (
             [
@@ -290,24 +278,15 @@ def test_only_an_update_in_many_passes_is_called_unfused(update, unfused: bool) 
     [
         (False, "cunn_SoftMaxForward<4, float, float, float, LogSoftMaxForwardEpilogue>"),
         (False, "softmax_warp_forward<float, float, float, 10, true, false>"),
-        (False, "softmax_warp_forward<float, float, float, (int)10, (bool)1, (bool)0>"),
-        (False, "triton_red_fused__log_softmax_nll_loss_forward_2"),
         (False, "_ZN12_GLOBAL__N_120softmax_warp_forwardIfffLi10ELb1ELb0EEEvPT0_PKT_iiiPKbib"),
-        (False, "_ZN12_GLOBAL__N_121softmax_warp_backwardIN3c108BFloat16ES2_fLi9ELb1ELb0EEEvPT0_"),
-        (False, "_ZN2at6native19cunn_SoftMaxForwardILi4EfffNS0_25LogSoftMaxForwardEpilogueEEEv"),
         (False, "cunn_SoftMaxForward"),
         (True, "softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 9, false, false>"),
         (True, "_ZN12_GLOBAL__N_120softmax_warp_forwardIN3c108BFloat16ES2_fLi9ELb0ELb1EEEvPT0_PK"),
-        (True, "softmax_warp_backward"),
     ],
 )
 def test_the_losss_softmax_is_not_attentions(of_attention: bool, name: str) -> None:
     profile = mostly(0.2, of=kernel("elementwise", 20, 0, name))
     assert ("materialised-attention" in found_in(profile)) is of_attention
-
-
-def test_fused_attention_beside_a_softmax_materialises_nothing() -> None:
-    assert "materialised-attention" not in found_in(mostly(0.2, of=SOFTMAX, rest="attention"))
 
 
 def idle(share: float, gap_us: float = 20.0, **fields: Any) -> KernelTable:
@@ -328,12 +307,9 @@ def idle(share: float, gap_us: float = 20.0, **fields: Any) -> KernelTable:
         (idle(0.61, gap_us=99), "launch-bound"),
         (idle(0.61, gap_us=101), "host-bound"),
         (idle(0.61, host_calls=launches(1, name="hipGraphLaunch")), "host-bound"),
-        (idle(0.61, gap_us=3.1, host_calls=launches(1, name="hipGraphLaunch")), "host-bound"),
-        (idle(0.61, gap_us=3.0, host_calls=launches(1, name="hipGraphLaunch")), "latency-bound"),
         (idle(0.61, gap_us=3.1), "launch-bound"),
         (idle(0.61, gap_us=3.0), "latency-bound"),
         (idle(0.61, host_calls=launches(1000, name="hipExtModuleLaunchKernel")), "launch-bound"),
-        (idle(0.61, host_calls=launches(1000, name="cuLaunchKernelEx")), "launch-bound"),
         (idle(0.95, what="operator"), None),
     ],
 )
@@ -351,7 +327,6 @@ def test_idle_time(profile, finding) -> None:
         ({"cudaStreamSynchronize": 13}, 500, 0.5, True),
         ({"cudaStreamSynchronize": 12}, 500, 0.5, False),  # one a step, and the profiler's two
         ({"hipMemcpyWithStream": 9, "hipEventSynchronize": 4}, 500, 0.5, True),
-        ({"cudaMemcpyAsync": 100, "cudaEventRecord": 100}, 500, 0.5, False),
         ({"cudaStreamSynchronize": 13}, 1, 0.5, False),  # short: the GPU was done before
         ({"cudaStreamSynchronize": 13}, 500, 0.05, False),  # it never ran dry
     ],
@@ -369,7 +344,6 @@ def test_synchronisations(calls, each_us, share, found) -> None:
     ("parts", "bound"),
     [
         ({"GEMM": 35, "attention": 6, "elementwise": 35, "optimizer": 24}, "GEMM-bound"),
-        ({"GEMM": 5, "attention": 36, "elementwise": 35, "optimizer": 24}, "attention-bound"),
         ({"GEMM": 20, "elementwise": 30, "norm": 11, "optimizer": 39}, "elementwise-bound"),
         ({"GEMM": 39, "elementwise": 37, "optimizer": 24}, "mixed"),
         ({"other": 60, "GEMM": 40}, "mixed"),
@@ -417,7 +391,6 @@ def test_a_cpus_operators() -> None:
 @pytest.mark.parametrize(
     ("trace", "bound", "quoted"),
     [
-        ("h200_small_2layer_trace", "launch-bound", "770 launch calls, 4.96 µs each"),
         ("h200_v1_small_step", "launch-bound", "runs 1,329 kernels a step"),
         ("h200_v2_small_step", "launch-bound", "runs 546 kernels a step"),
         ("h200_v3_small_step", "GEMM-bound", "GEMM 612 µs a step, attention 178 µs a step"),
@@ -498,16 +471,6 @@ def test_a_backward_pass_that_is_cut_is_seen_in_the_trace(
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     found = advise(kineto.read(tmp_path / "trace.json"))
     assert [a.finding for a in found if a.severity == WARNING] == ["short-backward"] * severed
-
-
-@pytest.mark.parametrize(
-    ("reader", "path"),
-    [(ncu, "ncu/ncu_raw_h200.csv"), (proton, "proton/h200_proton.hatchet")],
-)
-def test_real_tables_without_a_timeline_are_not_called_launch_bound(reader, path) -> None:
-    found = advise(reader.read(FIXTURES / path))
-    assert found
-    assert not {"launch-bound", "host-bound", "idle", "short-backward"} & set(names(found))
 
 
 times = st.one_of(st.floats(0, 1e3), st.floats(1e3, 1e15))

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 from conftest import HANGS_S
-from test_cli import ONE_CORE, SMALL
+from test_cli import ONE_CORE
 
-from workshop import versions
 from workshop.profilers import proton
 from workshop.profilers.table import KernelTable
 
@@ -99,17 +98,6 @@ def test_a_program_runs_as_python_would_run_it(
         assert run_by_proton(how, APP, program, "77").returncode == 77
     if how == "text":
         assert "finalized" not in run_by_proton(how, program, "0").stdout, "it is not needed"
-
-
-@pytest.mark.slow
-@both
-def test_a_version_leaves_its_record_and_proton_its_profile(
-    how: str, run_by_proton: RunByProton, tmp_path: Path
-) -> None:
-    flags = ["--profile-steps", "1", "--output-dir", tmp_path / "out", *SMALL]
-    answer = run_by_proton(how, APP, versions.get_version("v1").path, *flags)
-    assert answer.stdout.endswith("finalized\n"), answer.stderr
-    assert (tmp_path / "out" / "run.jsonl").is_file()
 
 
 # --- the table -----------------------------------------------------------------------------------

@@ -21,11 +21,11 @@ from workshop.profilers.load import load as load_table
 from workshop.profilers.table import Kernel, KernelTable
 from workshop.results import RunResult
 from workshop.roofline import ceilings
-from workshop.roofline import figures as roofline_figures
 from workshop.roofline import inputs as roofline_inputs
 from workshop.roofline import model as roofline
 from workshop.roofline.model import COMPUTE, DATA_SHEET, MEASURED, MEMORY, Ceiling, Point, Roofline
 from workshop.run import flops
+from workshop.show import roofline_chart
 
 ROOT = Path(__file__).parents[1]
 NCU = ROOT / "tests/fixtures/profilers/ncu/ncu_raw_h200.csv"
@@ -234,8 +234,8 @@ def test_rocprof_computes_caches_are_ceilings(tmp_path) -> None:
     line = roofline_inputs.load([tmp_path])
     found = {(c.name, round(c.rate / 1e9)) for c in line.ceilings if c.origin == MEASURED}
     assert found == {("memory", 1389), ("L2", 5018), ("fp32 vector", 20941), ("bf16", 170483)}
-    view = roofline_figures.view(line)
-    thin = [one.text for one in roofline_figures.lines(line, view) if not one.is_main]
+    view = roofline_chart.view(line)
+    thin = [one.text for one in roofline_chart.lines(line, view) if not one.is_main]
     assert thin == ["L2 5,018 GB/s"]
     assert len(roofline_inputs.load([NCU, tmp_path / "roofline.csv"]).ceilings) == 4
 

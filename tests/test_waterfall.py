@@ -25,14 +25,13 @@ from workshop.collection import Collection
 from workshop.compare import rows, waterfall
 from workshop.compare.sessions import Planned
 from workshop.compare.waterfall import NEEDS_GPU, Rung
-from workshop.dashboard.data import Snapshot
 from workshop.gate import parity
 from workshop.results import RunResult
 from workshop.roofline import inputs as roofline_inputs
 from workshop.roofline.inputs import STEP
 from workshop.run import interpreter
 from workshop.run.precision import PRECISIONS
-from workshop.show import comparisons
+from workshop.show import comparisons, ladders
 from workshop.versions import VERSIONS
 
 SIZES = {
@@ -280,10 +279,9 @@ def test_a_newer_waterfall_leaves_the_ladders_figures_alone(tmp_path) -> None:
         records.add(dataclasses.replace(run, config_name="small"), tmp_path)
     collection = Collection([tmp_path])
     collection.refresh()
-    snapshot = Snapshot(collection)
-    (half,) = [group for group in snapshot.groups if group.precision == "bf16"]
-    assert {row.session for row in snapshot.rows(half)} == {"20250101"}
-    assert [row.label for row in snapshot.rows(half)] == ["v1", "v3", "v4"]
+    (half,) = ladders.ladders(collection.runs)
+    assert {row.session for row in half.rows} == {"20250101"}
+    assert [row.label for row in half.rows] == ["v1", "v3", "v4"]
     points = roofline_inputs.load([tmp_path], precision="bf16").points
     assert {point.seconds for point in points if point.category == STEP} == {0.05, 0.08}
     steps = instructor.parts(collection)["steps"]

@@ -21,13 +21,13 @@ from triton_launch import (
     architecture,
     autocast_dtype,
     begin_early,
-    cdiv,
     check,
     check_dtypes,
     check_shape,
     describe_tiles,
     dot_precision,
     first_order,
+    grid_order,
     launch_options,
     new_heads,
     operator,
@@ -39,58 +39,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
-from triton_rope import head_of, store_gradient, store_tile
+from triton_rope import store_gradient
+from triton_tiles import dot, load_tile, store_tile
 
 hopper: Any = None  # the module with the kernels for it
+hopper_backward: Any = None
 if not INTERPRETED and tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 6):
-    import triton_attention_hopper
-
-    hopper = triton_attention_hopper
+    import triton_attention_hopper as hopper  # type: ignore[no-redef]
+    import triton_attention_hopper_backward as hopper_backward  # type: ignore[no-redef]
 
 HEAD_SIZES = (32, 64, 128)
 LOG2_E = math.log2(math.e)  # exp(x) = exp2(x log2(e)), and exp2 is what the hardware has
 MAX_OFFSET = 2**31 - 1  # from the first token of a head to the last: the kernels add 32-bit offsets
-
-
-# --- tiles of x[b, h], a (T, D) matrix ----------------------------------------------------------
-# A tensor (B, heads, T, D) reaches a kernel as a pointer with three strides. On NVIDIA GPUs from
-# Hopper on it is a descriptor instead, from which the copy engine (TMA) computes the addresses and
-# clips what lies beyond T: that leaves registers and instructions to the products.
-
-
-@triton.jit
-def _load_tile(
-    x, stride_b, stride_h, stride_t, b, h, first, T,
-    ROWS: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Rows first..first + ROWS of x[b, h], (ROWS, D); those beyond T are zeros."""
-    if TMA:
-        tile = x.load([b, h, first, 0]).reshape(ROWS, D)
-    else:
-        t = first + tl.arange(0, ROWS)
-        base = head_of(x, stride_b, stride_h, b, h)
-        offsets = t[:, None] * stride_t + tl.arange(0, D)[None, :]
-        tile = tl.load(base + offsets, mask=t[:, None] < T, other=0.0)
-    return tile
-
-
-@triton.jit
-def _to_tf32(x):
-    """The nearest numbers of tf32, as fp32: the matrix units cut the lower bits off, and all
-    products would be too small."""
-    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _dot(a, b, acc, PRECISION: tl.constexpr):
-    """a @ b + acc, gathered in fp32."""
-    if PRECISION == "interpreted":  # the interpreter would multiply the bits of bf16 numbers
-        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    elif PRECISION == "tf32":
-        acc = tl.dot(_to_tf32(a), _to_tf32(b), acc, input_precision=PRECISION)
-    else:
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    return acc
 
 
 # --- forward ------------------------------------------------------------------------------------
@@ -107,9 +67,9 @@ def _attend(
 ):  # fmt: skip
     """Carries the running softmax of queries m over the keys first..last."""
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
-        k_tile = _load_tile(k, stride_kb, stride_kh, stride_kt, b, kv, start, T, BLOCK_N, D, TMA)
+        k_tile = load_tile(k, stride_kb, stride_kh, stride_kt, b, kv, start, T, BLOCK_N, D, TMA)
         scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        scores = _dot(q_tile, tl.trans(k_tile), scores, PRECISION)
+        scores = dot(q_tile, tl.trans(k_tile), scores, PRECISION)
         if MASK:
             n = start + tl.arange(0, BLOCK_N)
             visible = n[None, :] < T
@@ -122,8 +82,8 @@ def _attend(
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         out = out * rescale[:, None]
-        v_tile = _load_tile(v, stride_vb, stride_vh, stride_vt, b, kv, start, T, BLOCK_N, D, TMA)
-        out = _dot(weights.to(v_tile.dtype), v_tile, out, PRECISION)
+        v_tile = load_tile(v, stride_vb, stride_vh, stride_vt, b, kv, start, T, BLOCK_N, D, TMA)
+        out = dot(weights.to(v_tile.dtype), v_tile, out, PRECISION)
         row_max = new_max
     return out, row_max, row_sum
 
@@ -141,10 +101,10 @@ def _attention_forward_kernel(
     begin_early()
     bh = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     b, h = bh // H, bh % H
-    # The last queries see the most keys: they start first (`_grid`).
+    # The last queries see the most keys: they start first (`grid_order`).
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     m = first + tl.arange(0, BLOCK_M)
-    q_tile = _load_tile(q, stride_qb, stride_qh, stride_qt, b, h, first, T, BLOCK_M, D, TMA)
+    q_tile = load_tile(q, stride_qb, stride_qh, stride_qt, b, h, first, T, BLOCK_M, D, TMA)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
@@ -185,11 +145,11 @@ def _gather_dq(
 ):  # fmt: skip
     """Adds to dq of queries m what the keys first..last give."""
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
-        k_tile = _load_tile(k, stride_kb, stride_kh, stride_kt, b, kv, start, T, BLOCK_N, D, TMA)
-        v_tile = _load_tile(v, stride_vb, stride_vh, stride_vt, b, kv, start, T, BLOCK_N, D, TMA)
+        k_tile = load_tile(k, stride_kb, stride_kh, stride_kt, b, kv, start, T, BLOCK_N, D, TMA)
+        v_tile = load_tile(v, stride_vb, stride_vh, stride_vt, b, kv, start, T, BLOCK_N, D, TMA)
         zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        scores = _dot(q_tile, tl.trans(k_tile), zeros, PRECISION)
-        dweights = _dot(dout_tile, tl.trans(v_tile), zeros, PRECISION)
+        scores = dot(q_tile, tl.trans(k_tile), zeros, PRECISION)
+        dweights = dot(dout_tile, tl.trans(v_tile), zeros, PRECISION)
         weights = tl.exp2(scores * scale - lse[:, None])
         if MASK:
             n = start + tl.arange(0, BLOCK_N)
@@ -198,7 +158,7 @@ def _gather_dq(
                 visible = visible & (n[None, :] <= m[:, None])
             weights = tl.where(visible, weights, 0.0)
         dscores = weights * (dweights - delta[:, None])
-        dq = _dot(dscores.to(k_tile.dtype), k_tile, dq, PRECISION)
+        dq = dot(dscores.to(k_tile.dtype), k_tile, dq, PRECISION)
     return dq
 
 
@@ -220,9 +180,9 @@ def _attention_backward_dq_kernel(
     b, h = bh // H, bh % H
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # as in the forward pass
     m = first + tl.arange(0, BLOCK_M)
-    q_tile = _load_tile(q, stride_qb, stride_qh, stride_qt, b, h, first, T, BLOCK_M, D, TMA)
-    out_tile = _load_tile(out, stride_ob, stride_oh, stride_ot, b, h, first, T, BLOCK_M, D, TMA)
-    dout_tile = _load_tile(dout, stride_db, stride_dh, stride_dt, b, h, first, T, BLOCK_M, D, TMA)
+    q_tile = load_tile(q, stride_qb, stride_qh, stride_qt, b, h, first, T, BLOCK_M, D, TMA)
+    out_tile = load_tile(out, stride_ob, stride_oh, stride_ot, b, h, first, T, BLOCK_M, D, TMA)
+    dout_tile = load_tile(dout, stride_db, stride_dh, stride_dt, b, h, first, T, BLOCK_M, D, TMA)
     rows = bh.to(tl.int64) * T
     lse = tl.load(lse_ptr + rows + m, mask=m < T, other=float("inf"))
     delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
@@ -267,22 +227,22 @@ def _gather_dk_dv(
     """
     for start in tl.range(first, last, BLOCK_M, num_stages=STAGES):
         m = start + tl.arange(0, BLOCK_M)
-        q_tile = _load_tile(q, stride_qb, stride_qh, stride_qt, b, h, start, T, BLOCK_M, D, TMA)
-        dout_tile = _load_tile(
+        q_tile = load_tile(q, stride_qb, stride_qh, stride_qt, b, h, start, T, BLOCK_M, D, TMA)
+        dout_tile = load_tile(
             dout, stride_db, stride_dh, stride_dt, b, h, start, T, BLOCK_M, D, TMA
         )
         zeros = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        scores = _dot(k_tile, tl.trans(q_tile), zeros, PRECISION)
-        dweights = _dot(v_tile, tl.trans(dout_tile), zeros, PRECISION)
+        scores = dot(k_tile, tl.trans(q_tile), zeros, PRECISION)
+        dweights = dot(v_tile, tl.trans(dout_tile), zeros, PRECISION)
         # A query beyond T has weight exp2(-inf) = 0.
         lse = tl.load(lse_ptr + m, mask=m < T, other=float("inf"))
         weights = tl.exp2(scores * scale - lse[None, :])
         if DIAGONAL:
             weights = tl.where(n[:, None] <= m[None, :], weights, 0.0)
-        dv = _dot(weights.to(dout_tile.dtype), dout_tile, dv, PRECISION)
+        dv = dot(weights.to(dout_tile.dtype), dout_tile, dv, PRECISION)
         delta = tl.load(delta_ptr + m, mask=m < T, other=0.0)
         dscores = weights * (dweights - delta[None, :])
-        dk = _dot(dscores.to(q_tile.dtype), q_tile, dk, PRECISION)
+        dk = dot(dscores.to(q_tile.dtype), q_tile, dk, PRECISION)
     return dk, dv
 
 
@@ -305,8 +265,8 @@ def _attention_backward_dk_dv_kernel(
     b, kv = bkv // K, bkv % K
     n_first = tl.program_id(1) * BLOCK_N  # the first keys, which the most queries see, come first
     n = n_first + tl.arange(0, BLOCK_N)
-    k_tile = _load_tile(k, stride_kb, stride_kh, stride_kt, b, kv, n_first, T, BLOCK_N, D, TMA)
-    v_tile = _load_tile(v, stride_vb, stride_vh, stride_vt, b, kv, n_first, T, BLOCK_N, D, TMA)
+    k_tile = load_tile(k, stride_kb, stride_kh, stride_kt, b, kv, n_first, T, BLOCK_N, D, TMA)
+    v_tile = load_tile(v, stride_vb, stride_vh, stride_vt, b, kv, n_first, T, BLOCK_N, D, TMA)
     dk_acc = tl.zeros((BLOCK_N, D), tl.float32)
     dv_acc = tl.zeros((BLOCK_N, D), tl.float32)
     for g in range(G):
@@ -428,18 +388,6 @@ FORWARD_TOKENS_AT_ONCE = 2**17
 BACKWARD_TOKENS_AT_ONCE = 2**15
 
 
-def _grid(T: int, block: int, heads: int, tokens_at_once: int) -> tuple[int, int, int]:
-    """Heads side by side, then blocks, then the next heads: the order in which programs start.
-
-    Blocks on the diagonal differ in work. With many heads side by side the long blocks all start
-    before the short ones, which then fill the gaps at the end; but what these heads read again
-    and again has to stay in the cache. So: about as many as it holds, and about 8 at least.
-    """
-    limit = min(heads, max(8, tokens_at_once // T))
-    side_by_side = next(n for n in range(limit, 0, -1) if heads % n == 0)
-    return side_by_side, cdiv(T, block), heads // side_by_side
-
-
 # --- launches -----------------------------------------------------------------------------------
 
 
@@ -475,7 +423,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
         hopper.attend(q, k, v, out, lse, scale * LOG2_E)
         return out, lse
     tile, inputs, strides, constants = _prepare(FORWARD_TILES, q, k, v)
-    _attention_forward_kernel[_grid(T, tile.block_m, B * H, FORWARD_TOKENS_AT_ONCE)](
+    _attention_forward_kernel[grid_order(T, tile.block_m, B * H, FORWARD_TOKENS_AT_ONCE)](
         *inputs, out, lse, *strides, *out.stride()[:3], T, H, H // k.shape[1], scale * LOG2_E,
         CAUSAL=causal, **constants,
     )  # fmt: skip
@@ -491,8 +439,11 @@ def attend_backward(
     tables, cos and sin (T, D): of q and k as they were before they were turned."""
     B, H, T, _ = q.shape
     K = k.shape[1]
-    if causal and _on_hopper() and hopper.takes(hopper.BACKWARD_FROM, q, k, v, dout, dk, dv):
-        hopper.attend_backward(dout, q, k, v, out, lse, scale, scale * LOG2_E, dq, dk, dv, tables)
+    tensors = q, k, v, dout, dk, dv
+    if causal and _on_hopper() and hopper.takes(hopper_backward.BACKWARD_FROM, *tensors):
+        hopper_backward.attend_backward(
+            dout, q, k, v, out, lse, scale, scale * LOG2_E, dq, dk, dv, tables
+        )
         return
     delta = torch.empty_like(lse)
     cos, sin = tables or (delta[0], delta[0])  # not read
@@ -500,13 +451,13 @@ def attend_backward(
     switches = {"CAUSAL": causal, "ROTATED": tables is not None}
 
     tile, inputs, strides, constants = _prepare(DQ_TILES, q, k, v, out, dout)
-    _attention_backward_dq_kernel[_grid(T, tile.block_m, B * H, BACKWARD_TOKENS_AT_ONCE)](
+    _attention_backward_dq_kernel[grid_order(T, tile.block_m, B * H, BACKWARD_TOKENS_AT_ONCE)](
         *inputs, lse, delta, dq, cos, sin, *strides, *dq.stride()[:3], *numbers,
         **switches, **constants,
     )  # fmt: skip
 
     tile, inputs, strides, constants = _prepare(DK_DV_TILES, q, k, v, dout)
-    _attention_backward_dk_dv_kernel[_grid(T, tile.block_n, B * K, BACKWARD_TOKENS_AT_ONCE)](
+    _attention_backward_dk_dv_kernel[grid_order(T, tile.block_n, B * K, BACKWARD_TOKENS_AT_ONCE)](
         *inputs, lse, delta, dk, dv, cos, sin, *strides, *dk.stride()[:3], *numbers,
         **switches, **constants,
     )  # fmt: skip

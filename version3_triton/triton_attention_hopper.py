@@ -6,9 +6,8 @@ product or a copy is waited for. One warp, the producer, has the copy engine (TM
 tiles in shared memory. Groups of four warps, the consumers, multiply them (wgmma, asynchronous).
 An mbarrier in shared memory counts bytes that have arrived, or consumers that need a tile no more.
 
-The algorithm is that of `triton_attention`, with two changes. In the forward pass a block's softmax
-is computed while the product of the block before it runs. The backward pass is one kernel: five
-products instead of seven, but dq is added up in memory, in fp32, in no fixed order.
+The algorithm is that of `triton_attention`, but a block's softmax is computed while the product of
+the block before it runs. The backward pass is in `triton_attention_hopper_backward`.
 
 Shapes in the comments: as in `triton_attention`.
 """
@@ -16,16 +15,11 @@ Shapes in the comments: as in `triton_attention`.
 from dataclasses import dataclass
 from typing import Any
 
-from triton_launch import begin_early, cdiv, launch_options
+from triton_launch import grid_order, launch_options, new_descriptor
 
-import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -35,29 +29,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton_rope import head_of, rotate, store_gradient
 
 LINE = gl.constexpr(64)  # queries of a consumer in the forward pass: wgmma's rows
 
 
-@builtin
-def _add_shared_to_global(descriptor, coordinates, tile, _semantic=None):
-    """Has the copy engine add a tile to memory; Gluon 3.6 has the operation, but no name for it."""
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(
-        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, tile.handle
-    )
-
-
 @gluon.jit
-def _matrix(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def matrix(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """A tile (1, 1, ROWS, COLUMNS) in shared memory as a matrix."""
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return tile._reinterpret(tile.dtype, [ROWS, COLUMNS], layout)
 
 
 @gluon.jit
-def _barriers(N: gl.constexpr, COUNT: gl.constexpr):
+def barriers(N: gl.constexpr, COUNT: gl.constexpr):
     """N mbarriers, each of which COUNT arrivals complete."""
     barriers = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
@@ -157,7 +141,7 @@ def _attend(
     row = first + LINE * W
     skipped = blocks - gl.minimum(row // BLOCK_N + 1, blocks)  # blocks beyond its diagonal
     m = row + gl.arange(0, LINE, gl.SliceLayout(1, S_LAYOUT))
-    q_tile = _matrix(q_tiles.index(W), LINE, D)
+    q_tile = matrix(q_tiles.index(W), LINE, D)
     zeros = gl.zeros([LINE, BLOCK_N], gl.float32, S_LAYOUT)
     acc = gl.zeros([LINE, D], gl.float32, O_LAYOUT)
     if TURNS and W == 1:
@@ -170,7 +154,7 @@ def _attend(
     mbarrier.wait(full.index(skipped % STAGES), skipped // STAGES & 1)
     if TURNS:
         _named_barrier(WAIT, W)
-    keys = _matrix(k_tiles.index(skipped % STAGES), BLOCK_N, D).permute((1, 0))
+    keys = matrix(k_tiles.index(skipped % STAGES), BLOCK_N, D).permute((1, 0))
     scores = warpgroup_mma(q_tile, keys, zeros, use_acc=False, is_async=True)
     if TURNS:
         _named_barrier(PASS_ON, OTHER)
@@ -188,9 +172,9 @@ def _attend(
     for i in range(skipped + 1, blocks):
         if TURNS:
             _named_barrier(WAIT, W)
-        keys = _matrix(k_tiles.index(i % STAGES), BLOCK_N, D).permute((1, 0))
+        keys = matrix(k_tiles.index(i % STAGES), BLOCK_N, D).permute((1, 0))
         scores = warpgroup_mma(q_tile, keys, zeros, use_acc=False, is_async=True)
-        values = _matrix(v_tiles.index((i - 1) % STAGES), BLOCK_N, D)
+        values = matrix(v_tiles.index((i - 1) % STAGES), BLOCK_N, D)
         acc = warpgroup_mma(p, values, acc, is_async=True)
         if TURNS:
             _named_barrier(PASS_ON, OTHER)
@@ -208,7 +192,7 @@ def _attend(
         acc = acc * gl.convert_layout(rescale, O_ROWS)[:, None]
         p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
 
-    values = _matrix(v_tiles.index((blocks - 1) % STAGES), BLOCK_N, D)
+    values = matrix(v_tiles.index((blocks - 1) % STAGES), BLOCK_N, D)
     acc = warpgroup_mma(p, values, acc, is_async=True)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
@@ -235,8 +219,8 @@ def _hopper_attention_forward_kernel(
     q_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, LINE, D], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, D], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, D], v.layout)
-    full = _barriers(STAGES, 1)
-    free = _barriers(STAGES, CONSUMERS)
+    full = barriers(STAGES, 1)
+    free = barriers(STAGES, CONSUMERS)
     fence_async_shared()
     gdc_wait()  # as `begin_early`
     gdc_launch_dependents()
@@ -270,286 +254,6 @@ def _hopper_attention_forward_kernel(
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
-# --- backward -----------------------------------------------------------------------------------
-# A program has 128 keys and takes 64 queries at a time. Of dq it adds up its part in memory.
-
-BLOCK_M = gl.constexpr(64)
-BLOCK_N = gl.constexpr(128)
-
-
-@gluon.jit
-def _fragments(m, d, DOWN: gl.constexpr, ACROSS: gl.constexpr, D: gl.constexpr):
-    """Where number (m, d) of a product lies in fp32 sums in memory, of DOWN x ACROSS warps: four
-    numbers of a thread side by side, then the same four of the next thread."""
-    PART: gl.constexpr = D // ACROSS
-    thread = ((d // PART) * DOWN + m // 16 % DOWN) * 32 + m % 8 * 4 + d % 8 // 2
-    group = (m // (16 * DOWN)) * (PART // 8) + (d % PART) // 8
-    return group * (DOWN * ACROSS * 128) + thread * 4 + (m % 16) // 8 * 2 + d % 2
-
-
-_fragments_in_triton = triton.jit(_fragments.fn)
-
-
-@triton.jit
-def _hopper_attention_prepare_kernel(
-    out, dout, lse_ptr, stats_ptr, acc_ptr,
-    stride_ob, stride_oh, stride_ot, stride_db, stride_dh, stride_dt, T, H,
-    ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """For 64 queries: their log-sum-exps and deltas (see `triton_attention`) side by side, as the
-    copy engine will read them, infinity and zero beyond T; and zeros where dq will be added up."""
-    begin_early()
-    block, bh = tl.program_id(0), tl.program_id(1)
-    b, h = bh // H, bh % H
-    rows, d = tl.arange(0, ROWS), tl.arange(0, D)[None, :]
-    t = block * ROWS + rows
-    inside = t[:, None] < T
-    out_ptr = head_of(out, stride_ob, stride_oh, b, h) + t[:, None] * stride_ot + d
-    dout_ptr = head_of(dout, stride_db, stride_dh, b, h) + t[:, None] * stride_dt + d
-    out_tile = tl.load(out_ptr, mask=inside, other=0.0).to(tl.float32)
-    dout_tile = tl.load(dout_ptr, mask=inside, other=0.0).to(tl.float32)
-    lse = tl.load(lse_ptr + bh.to(tl.int64) * T + t, mask=t < T, other=float("inf"))
-    tile = bh.to(tl.int64) * tl.num_programs(0) + block
-    tl.store(stats_ptr + tile * (2 * ROWS) + rows, lse)
-    tl.store(stats_ptr + tile * (2 * ROWS) + ROWS + rows, tl.sum(out_tile * dout_tile, 1))
-    zeros = tl.zeros((ROWS, D), tl.float32)
-    tl.store(acc_ptr + tile * (ROWS * D) + rows[:, None] * D + d, zeros)
-
-
-@triton.jit
-def _hopper_attention_finish_kernel(
-    acc_ptr, tile_stride, x, cos_ptr, sin_ptr, stride_xb, stride_xh, stride_xt,
-    stride_cos, stride_sin, T, H, scale,
-    ROTATED: tl.constexpr, FRAGMENTS: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """A gradient from its fp32 sums, which lie row by row or as `_fragments` says; of heads that
-    RoPE has turned, turned back."""
-    begin_early()
-    block, bh = tl.program_id(0), tl.program_id(1)
-    m, d = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
-    offsets = _fragments_in_triton(m, d, DOWN, ACROSS, D) if FRAGMENTS else m * D + d
-    tile = bh.to(tl.int64) * tl.num_programs(0) + block
-    gradient = tl.load(acc_ptr + tile * tile_stride + offsets) * scale
-    store_gradient(
-        x, stride_xb, stride_xh, stride_xt, cos_ptr, sin_ptr, stride_cos, stride_sin,
-        bh // H, bh % H, block * ROWS, T, gradient, ROTATED, ROWS, D,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _load_backward(
-    q, k, v, dout, stats, q_tiles, k_tile, v_tile, dout_tiles, stats_tiles,
-    kv_full, q_full, q_free, dout_full, dout_free,
-    b, kv, h_first, HEADS, n_first, first, H, M_BLOCKS,
-    D: gl.constexpr, STAGES: gl.constexpr, ADD_SHARED: gl.constexpr,
-):  # fmt: skip
-    """The producer: keys and values, then block by block of each head queries and gradients."""
-    mbarrier.expect(kv_full.index(0), 2 * BLOCK_N * D * 2)
-    tma.async_copy_global_to_shared(k, [b, kv, n_first, 0], kv_full.index(0), k_tile)
-    tma.async_copy_global_to_shared(v, [b, kv, n_first, 0], kv_full.index(0), v_tile)
-    h = h_first
-    block = first
-    for i in range(HEADS * (M_BLOCKS - first)):
-        stage = i % STAGES
-        phase = (i // STAGES & 1) ^ 1
-        ready = q_full.index(stage)
-        place = [b, h, block * BLOCK_M, 0]
-        mbarrier.wait(q_free.index(stage), phase)
-        mbarrier.expect(ready, BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
-        tma.async_copy_global_to_shared(q, place, ready, q_tiles.index(stage))
-        tile = (b * H + h) * M_BLOCKS + block
-        tma.async_copy_global_to_shared(stats, [tile, 0], ready, stats_tiles.index(stage))
-        if not ADD_SHARED:
-            mbarrier.wait(dout_free.index(stage), phase)
-        ready = dout_full.index(stage)
-        mbarrier.expect(ready, BLOCK_M * D * 2)
-        tma.async_copy_global_to_shared(dout, place, ready, dout_tiles.index(stage))
-        block += 1
-        if block == M_BLOCKS:
-            block = first
-            h += 1
-
-
-@gluon.jit
-def _statistic(tile, FIRST: gl.constexpr, layout: gl.constexpr):
-    """The log-sum-exps (FIRST = 0) or the deltas (BLOCK_M) of a block of queries."""
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return tile._reinterpret(gl.float32, [2 * BLOCK_M], flat).slice(FIRST, BLOCK_M).load(layout)
-
-
-@gluon.jit
-def _add(pointer, offsets, x):
-    """Adds x to memory, four numbers of a thread at a time."""
-    addresses = pointer.to(gl.int64) + (offsets * 4).to(gl.int64)
-    gl.inline_asm_elementwise(
-        "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};"
-        " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
-        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [addresses, x], dtype=gl.int32, is_pure=False, pack=4,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _gather(
-    dk, dv, acc_ptr, acc, kv_acc_ptr, q_tiles, k_shared, v_shared, dout_tiles, stats_tiles,
-    ds_tiles, dq_shared, kv_full, q_full, q_free, dout_full, dout_free,
-    b, kv, h_first, HEADS, n_first, first, H, K, M_BLOCKS, N_BLOCKS, scale, scale_log2,
-    D: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, ADD_SHARED: gl.constexpr,
-    ADD_KV: gl.constexpr,
-):  # fmt: skip
-    """The consumers, eight warps: dk and dv of 128 keys gather in their registers, their parts of
-    dq in memory. The scores are transposed, (N, M), as in `triton_attention`.
-
-    AHEAD: the next scores are computed before this block's dk, if the registers suffice.
-    ADD_SHARED: dq goes through shared memory, and the copy engine adds it to memory; else the
-    threads do, from their registers.
-    """
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_M, 16])
-    KV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
-    Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, KV_LAYOUT, 2)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    dtype: gl.constexpr = q_tiles.dtype
-    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, Q_LAYOUT))[:, None]
-    offsets = _fragments(rows, gl.arange(0, D, gl.SliceLayout(0, Q_LAYOUT))[None, :], 4, 2, D)
-    n = n_first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, S_LAYOUT))
-    columns = gl.arange(0, BLOCK_M, COLUMNS)
-    zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, S_LAYOUT)
-    zeros_q = gl.zeros([BLOCK_M, D], gl.float32, Q_LAYOUT)
-    dk_acc = gl.zeros([BLOCK_N, D], gl.float32, KV_LAYOUT)
-    dv_acc = gl.zeros([BLOCK_N, D], gl.float32, KV_LAYOUT)
-    k_tile = _matrix(k_shared, BLOCK_N, D)
-    v_tile = _matrix(v_shared, BLOCK_N, D)
-    total = HEADS * (M_BLOCKS - first)
-    mbarrier.wait(kv_full.index(0), 0)
-    scores = zeros
-    if AHEAD:
-        mbarrier.wait(q_full.index(0), 0)
-        queries = _matrix(q_tiles.index(0), BLOCK_M, D).permute((1, 0))
-        scores = warpgroup_mma(k_tile, queries, scores, use_acc=False, is_async=True)
-    h = h_first
-    block = first
-    for i in range(total):
-        stage = i % STAGES
-        phase = i // STAGES & 1
-        start = block * BLOCK_M
-        q_tile = _matrix(q_tiles.index(stage), BLOCK_M, D)
-        dout_tile = _matrix(dout_tiles.index(stage), BLOCK_M, D)
-        if not AHEAD:
-            mbarrier.wait(q_full.index(stage), phase)
-            queries = q_tile.permute((1, 0))
-            scores = warpgroup_mma(k_tile, queries, zeros, use_acc=False, is_async=True)
-        lse = _statistic(stats_tiles.index(stage), 0, COLUMNS)
-        mbarrier.wait(dout_full.index(stage), phase)
-        douts = dout_tile.permute((1, 0))
-        dweights = warpgroup_mma(v_tile, douts, zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])
-        weights = gl.exp2(scores * scale_log2 - lse[None, :])
-        if start < n_first + BLOCK_N:
-            weights = gl.where(n[:, None] <= (start + columns)[None, :], weights, 0.0)
-        p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
-        delta = _statistic(stats_tiles.index(stage), BLOCK_M, COLUMNS)
-        dweights = warpgroup_mma_wait(0, deps=[dweights])
-        dscores = (weights * (dweights - delta[None, :])).to(dtype)
-        ds_tile = _matrix(ds_tiles.index(i % 2), BLOCK_N, BLOCK_M)
-        ds_tile.store(dscores)  # dq's product needs those of all warps
-        ds = gl.convert_layout(dscores, P_LAYOUT)
-        dv_acc = warpgroup_mma(p, dout_tile, dv_acc, is_async=True)
-        fence_async_shared()
-        if ADD_SHARED:
-            tma.store_wait(0)
-        dq = warpgroup_mma(ds_tile.permute((1, 0)), k_tile, zeros_q, use_acc=False, is_async=True)
-        if AHEAD:
-            following = (i + 1) % STAGES
-            mbarrier.wait(q_full.index(following), (i + 1) // STAGES & 1, pred=i + 1 < total)
-            queries = _matrix(q_tiles.index(following), BLOCK_M, D).permute((1, 0))
-            # Into the same registers: a copy at the loop's end would have to wait for the product.
-            scores = warpgroup_mma(k_tile, queries, scores, use_acc=False, is_async=True)
-            dk_acc = warpgroup_mma(ds, q_tile, dk_acc, is_async=True)
-            dq, dv_acc, p = warpgroup_mma_wait(2, deps=[dq, dv_acc, p])
-        else:
-            dk_acc = warpgroup_mma(ds, q_tile, dk_acc, is_async=True)
-            dq, dv_acc, p = warpgroup_mma_wait(1, deps=[dq, dv_acc, p])
-        tile = (b * H + h) * M_BLOCKS + block
-        if ADD_SHARED:
-            dq_shared.store(dq)
-            fence_async_shared()
-            dk_acc, ds = warpgroup_mma_wait(0, deps=[dk_acc, ds])
-            mbarrier.arrive(q_free.index(stage))
-            _add_shared_to_global(acc, [tile * BLOCK_M, 0], dq_shared)
-        else:
-            mbarrier.arrive(dout_free.index(stage))
-            _add(acc_ptr + tile.to(gl.int64) * (BLOCK_M * D), offsets, dq)
-            dk_acc, ds = warpgroup_mma_wait(0, deps=[dk_acc, ds])
-            mbarrier.arrive(q_free.index(stage))
-        block += 1
-        if block == M_BLOCKS:
-            block = first
-            h += 1
-    if AHEAD:
-        scores = warpgroup_mma_wait(0, deps=[scores])
-    if ADD_SHARED:
-        tma.store_wait(0)
-    dk_acc = dk_acc * scale
-    if ADD_KV:
-        rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, KV_LAYOUT))[:, None]
-        places = _fragments(rows, gl.arange(0, D, gl.SliceLayout(0, KV_LAYOUT))[None, :], 8, 1, D)
-        tile = (b * K + kv) * N_BLOCKS + n_first // BLOCK_N
-        kv_acc_ptr += tile.to(gl.int64) * (2 * BLOCK_N * D)
-        _add(kv_acc_ptr, places, dk_acc)
-        _add(kv_acc_ptr + BLOCK_N * D, places, dv_acc)
-    else:
-        k_tile.store(dk_acc.to(dtype))
-        v_tile.store(dv_acc.to(dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dk, [b, kv, n_first, 0], k_shared)
-        tma.async_copy_shared_to_global(dv, [b, kv, n_first, 0], v_shared)
-        tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["H", "K", "HEADS", "M_BLOCKS", "N_BLOCKS"])
-def _hopper_attention_backward_kernel(
-    q, k, v, dout, stats, dk, dv, acc_ptr, acc, kv_acc_ptr,
-    H, K, HEADS, M_BLOCKS, N_BLOCKS, scale, scale_log2,
-    D: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, ADD_SHARED: gl.constexpr,
-    ADD_KV: gl.constexpr,
-):  # fmt: skip
-    """128 keys and values against the queries that see them, of HEADS heads of their group: of all
-    of them, or with ADD_KV of a part, whose dk and dv are added up in memory too."""
-    bh = (gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)) * HEADS
-    b = bh // H
-    h_first = bh % H
-    kv = h_first // (H // K)
-    n_first = gl.program_id(1) * BLOCK_N  # the longest first
-    first = n_first // BLOCK_M
-    q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, D], q.layout)
-    dout_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, D], q.layout)
-    k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, BLOCK_N, D], k.layout)
-    v_tile = gl.allocate_shared_memory(v.dtype, [1, 1, BLOCK_N, D], v.layout)
-    ds_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_N, BLOCK_M], q.layout)
-    stats_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * BLOCK_M], stats.layout)
-    if ADD_SHARED:
-        dq_tile = gl.allocate_shared_memory(gl.float32, [BLOCK_M, D], acc.layout)
-    else:
-        dq_tile = stats_tiles  # not used
-    kv_full = _barriers(1, 1)
-    q_full, q_free = _barriers(STAGES, 1), _barriers(STAGES, 1)
-    dout_full, dout_free = _barriers(STAGES, 1), _barriers(STAGES, 1)
-    fence_async_shared()
-    gdc_wait()
-    gdc_launch_dependents()
-    gl.warp_specialize([
-        (_gather, (dk, dv, acc_ptr, acc, kv_acc_ptr, q_tiles, k_tile, v_tile, dout_tiles,
-                   stats_tiles, ds_tiles, dq_tile, kv_full, q_full, q_free, dout_full, dout_free,
-                   b, kv, h_first, HEADS, n_first, first, H, K, M_BLOCKS, N_BLOCKS,
-                   scale, scale_log2, D, STAGES, AHEAD, ADD_SHARED, ADD_KV)),
-        (_load_backward, (q, k, v, dout, stats, q_tiles, k_tile, v_tile, dout_tiles, stats_tiles,
-                          kv_full, q_full, q_free, dout_full, dout_free,
-                          b, kv, h_first, HEADS, n_first, first, H, M_BLOCKS,
-                          D, STAGES, ADD_SHARED)),
-    ], [1], [24])  # fmt: skip
-
-
 # --- configurations -----------------------------------------------------------------------------
 
 
@@ -573,20 +277,13 @@ FORWARD = {
 }
 # The shortest sequences: below, the kernels of `triton_attention` are about as fast, or faster.
 FORWARD_FROM = {64: 768, 128: 768}
-BACKWARD_FROM = {64: 2048, 128: 2048}
 CONSUMER_REGISTERS = {1: 0, 2: 240, 3: 160}  # of all consumers but the first, which has the rest
-# Heads of a group x tokens from which each head goes to a program of its own (D 128): programs that
-# take all of them one by one drift apart, and no longer find in the cache what others read.
-APART_FROM = 16384
 FORWARD_TOKENS_AT_ONCE = 2**17  # see `triton_attention`
-BACKWARD_TOKENS_AT_ONCE = 2**15
 
 
 # --- launches -----------------------------------------------------------------------------------
 
 ROWS_OF_16_BITS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-ROWS_OF_32_BITS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-AS_IN_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def takes(shortest: dict[int, int], q: Tensor, *others: Tensor) -> bool:
@@ -602,22 +299,14 @@ def takes(shortest: dict[int, int], q: Tensor, *others: Tensor) -> bool:
     return True
 
 
-def _describe(x: Tensor, block: list[int], layout: Any) -> TensorDescriptor:
-    """Without the class's own checks, as in `triton_launch`."""
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.base, descriptor.shape, descriptor.strides = x, list(x.shape), list(x.stride())
-    descriptor.block_shape, descriptor.layout, descriptor.padding = block, layout, "zero"
-    return descriptor
+def describe(x: Tensor, block: list[int], layout: Any) -> Any:
+    """A descriptor for the copy engine of blocks of x, in shared memory in this layout."""
+    return new_descriptor(TensorDescriptor, x, block, layout=layout, padding="zero")
 
 
-def _heads(x: Tensor, rows: int) -> TensorDescriptor:
-    return _describe(x, [1, 1, rows, x.shape[-1]], ROWS_OF_16_BITS)
-
-
-def _order(T: int, block: int, heads: int, side_by_side: int) -> tuple[int, int, int]:
-    """As `triton_attention`'s grid."""
-    n = next(n for n in range(min(heads, side_by_side), 0, -1) if heads % n == 0)
-    return n, cdiv(T, block), heads // n
+def heads(x: Tensor, rows: int) -> Any:
+    """The descriptor of tiles (rows, D) of a (B, heads, T, D)."""
+    return describe(x, [1, 1, rows, x.shape[-1]], ROWS_OF_16_BITS)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale_log2: float) -> None:
@@ -625,59 +314,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale_log2
     B, H, T, D = q.shape
     config = next(config for config in FORWARD[D] if config.up_to >= T)
     rows = LINE.value * config.consumers
-    side_by_side = max(8, FORWARD_TOKENS_AT_ONCE // T)
     registers = {} if config.max_registers is None else {"maxnreg": config.max_registers}
-    _hopper_attention_forward_kernel[_order(T, rows, B * H, side_by_side)](
-        _heads(q, LINE.value), _heads(k, config.block_n), _heads(v, config.block_n),
-        _heads(out, LINE.value), lse, T, H, H // k.shape[1], scale_log2,
+    _hopper_attention_forward_kernel[grid_order(T, rows, B * H, FORWARD_TOKENS_AT_ONCE)](
+        heads(q, LINE.value), heads(k, config.block_n), heads(v, config.block_n),
+        heads(out, LINE.value), lse, T, H, H // k.shape[1], scale_log2,
         D=D, BLOCK_N=config.block_n, STAGES=config.stages, CONSUMERS=config.consumers,
         REGISTERS=CONSUMER_REGISTERS[config.consumers], **registers, **launch_options(4),
     )  # fmt: skip
-
-
-def attend_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float, scale_log2: float, dq: Tensor, dk: Tensor, dv: Tensor,
-    tables: tuple[Tensor, Tensor] | None,
-) -> None:  # fmt: skip
-    """`triton_attention.attend_backward`, causal."""
-    (B, H, T, D), K = q.shape, k.shape[1]
-    M, N = BLOCK_M.value, BLOCK_N.value
-    blocks, key_blocks = cdiv(T, M), cdiv(T, N)
-    wide = D == 128
-    apart = wide and H > K and H // K * T >= APART_FROM
-    stats = q.new_empty(B * H * blocks, 2 * M, dtype=torch.float32)
-    acc = q.new_empty(B * H * blocks * M, D, dtype=torch.float32)
-    kv_acc = q.new_zeros(B * K * key_blocks, 2 * N * D, dtype=torch.float32) if apart else acc
-    _hopper_attention_prepare_kernel[(blocks, B * H)](
-        out, dout, lse, stats, acc, *out.stride()[:3], *dout.stride()[:3], T, H,
-        ROWS=M, D=D, **launch_options(4),
-    )  # fmt: skip
-    heads = 1 if apart else H // K
-    side_by_side = 1 if apart else max(8, BACKWARD_TOKENS_AT_ONCE // T)
-    _hopper_attention_backward_kernel[_order(T, N, B * H // heads, side_by_side)](
-        _heads(q, M), _heads(k, N), _heads(v, N), _heads(dout, M),
-        _describe(stats, [1, 2 * M], AS_IN_MEMORY), _heads(dk, N), _heads(dv, N),
-        acc, _describe(acc, [M, D], ROWS_OF_32_BITS), kv_acc,
-        H, K, heads, blocks, key_blocks, scale, scale_log2,
-        D=D, STAGES=2, AHEAD=not wide, ADD_SHARED=wide, ADD_KV=apart, **launch_options(8),
-    )  # fmt: skip
-
-    cos, sin = tables or (lse[0], lse[0])  # not read
-    angles = cos, sin, *dq.stride()[:3], cos.stride(0), sin.stride(0)
-    _hopper_attention_finish_kernel[(blocks, B * H)](
-        acc, M * D, dq, *angles, T, H, scale,
-        ROTATED=tables is not None, FRAGMENTS=not wide, DOWN=4, ACROSS=2, ROWS=M, D=D,
-        **launch_options(D // 16),
-    )  # fmt: skip
-    if apart:
-        angles = cos, sin, *dk.stride()[:3], cos.stride(0), sin.stride(0)
-        for sums, x, rotated in ((kv_acc, dk, tables is not None), (kv_acc[:, N * D :], dv, False)):
-            _hopper_attention_finish_kernel[(key_blocks, B * K)](
-                sums, 2 * N * D, x, *angles, T, K, 1.0,
-                ROTATED=rotated, FRAGMENTS=True, DOWN=8, ACROSS=1, ROWS=N, D=D,
-                **launch_options(8),
-            )  # fmt: skip
-    elif tables is not None:
-        alone = dk, dk[:, :0]
-        rotate(alone, alone, cos, sin, backward=True)

@@ -10,6 +10,7 @@
     triton_adamw          AdamW
     triton_linear         linear: no kernel, but PyTorch's product without a cast
     triton_launch         where they run, how tiles are looked up, what is refused
+    triton_tiles          tiles of heads and their products, for attention and RoPE
     triton_float8         for `--precision fp8` alone (tiny_llama_v3_float8.py): not imported here
 
 A kernel file reads top to bottom: the kernels, their tiles by device, the operators that launch

@@ -190,15 +190,22 @@ def describe_tiles(num_stages: int, *tensors: tuple[Tensor, int]) -> tuple[bool,
 
 
 def _describe(x: Tensor, rows: int) -> Any:
-    """The descriptor; None of a tensor that the engine can't read. The class's own checks take the
-    host almost as long as a launch, and these are the same, so it is made without them."""
+    """The descriptor; None of a tensor that the engine can't read."""
     strides, multiple = x.stride(), 16 // x.element_size()
     b, h, t, _ = strides
     if x.data_ptr() % 16 or b % multiple or h % multiple or t % multiple or not (b and h and t):
         return None
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.base, descriptor.shape, descriptor.strides = x, list(x.shape), list(strides)
-    descriptor.block_shape = [1, 1, rows, x.shape[-1]]
+    return new_descriptor(TensorDescriptor, x, [1, 1, rows, x.shape[-1]])
+
+
+def new_descriptor(kind: Any, x: Tensor, block: list[int], **fields: Any) -> Any:
+    """An object of one of Triton's classes of descriptors, whose own checks take the host almost as
+    long as a launch: it is made without them."""
+    descriptor = object.__new__(kind)
+    descriptor.base, descriptor.shape, descriptor.strides = x, list(x.shape), list(x.stride())
+    descriptor.block_shape = block
+    for name, value in fields.items():
+        setattr(descriptor, name, value)
     return descriptor
 
 
@@ -235,6 +242,21 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def grid_order(
+    T: int, block: int, heads: int, tokens_at_once: int, least: int = 8
+) -> tuple[int, int, int]:
+    """Attention's grid: heads side by side, then blocks, then the next heads, which is the order in
+    which programs start.
+
+    Blocks on the diagonal differ in work. With many heads side by side the long blocks all start
+    before the short ones, which then fill the gaps at the end; but what these heads read again
+    and again has to stay in the cache. So: about as many as it holds, and about `least` at least.
+    """
+    limit = min(heads, max(least, tokens_at_once // T))
+    side_by_side = next(n for n in range(limit, 0, -1) if heads % n == 0)
+    return side_by_side, cdiv(T, block), heads // side_by_side
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of 2 that is at least n."""
     return 1 << (n - 1).bit_length()
@@ -252,6 +274,11 @@ def as_rows(x: Tensor) -> Tensor:
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+def state_of(x: Tensor) -> tuple[object, ...]:
+    """Differs when the tensor's numbers do: PyTorch counts the operations that write to it."""
+    return x._version, x.data_ptr(), x.device
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

@@ -10,7 +10,7 @@ Shapes in the comments:
 
 from dataclasses import dataclass
 
-from triton_launch import autocast_dtype, check, check_shape, first_order
+from triton_launch import autocast_dtype, check, check_shape, first_order, state_of
 
 import torch
 from torch import Tensor
@@ -59,14 +59,9 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
         kept = _kept.get(weight)
     if kept is None:
         return weight.to(dtype)
-    if kept.copy is None or kept.copy.dtype != dtype or kept.state != _state(weight):
-        kept.copy, kept.state = weight.detach().to(dtype), _state(weight)
+    if kept.copy is None or kept.copy.dtype != dtype or kept.state != state_of(weight):
+        kept.copy, kept.state = weight.detach().to(dtype), state_of(weight)
     return kept.copy
-
-
-def _state(weight: Tensor) -> tuple[object, ...]:
-    """Differs when the weight's numbers do."""
-    return weight._version, weight.data_ptr(), weight.device
 
 
 def keep_rounded(weight: Tensor, copy: Tensor | None = None) -> None:
@@ -77,13 +72,13 @@ def keep_rounded(weight: Tensor, copy: Tensor | None = None) -> None:
     """
     kept = _kept.setdefault(weight, _Kept())
     if copy is not None:
-        kept.copy, kept.state = copy, _state(weight)
+        kept.copy, kept.state = copy, state_of(weight)
 
 
 def rounded_copy(weight: Tensor) -> Tensor | None:
     """The copy that `rounded` made, if the weight has one and has not changed since."""
     kept = _kept.get(weight)
-    return kept.copy if kept is not None and kept.state == _state(weight) else None
+    return kept.copy if kept is not None and kept.state == state_of(weight) else None
 
 
 def renew_rounded(weight: Tensor) -> None:
@@ -91,7 +86,7 @@ def renew_rounded(weight: Tensor) -> None:
     computed with the old one, and whose backward pass is yet to come, will say so."""
     kept = _kept[weight]
     torch.autograd.graph.increment_version(kept.copy)
-    kept.state = _state(weight)
+    kept.state = state_of(weight)
 
 
 class _Linear(torch.autograd.Function):

@@ -22,15 +22,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton_tiles import head_of, store_tile
 
 # --- kernels ------------------------------------------------------------------------------------
-
-
-@triton.jit
-def head_of(x, stride_b, stride_h, b, h):
-    """Where x[b, h] begins. Indices are multiplied by strides in 64 bits: a tensor may have more
-    numbers than 32 bits count."""
-    return x + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
 
 
 @triton.jit
@@ -57,17 +51,6 @@ def turn(x1, x2, cos1, cos2, sin1, sin2, BACKWARD: tl.constexpr):
         y1 = x1 * cos1 - x2 * sin1
         y2 = x2 * cos2 + x1 * sin2
     return y1, y2
-
-
-@triton.jit
-def store_tile(
-    x, stride_b, stride_h, stride_t, b, h, first, T, tile, ROWS: tl.constexpr, D: tl.constexpr
-):
-    """Writes the rows of a tile that lie below T."""
-    t = first + tl.arange(0, ROWS)
-    base = head_of(x, stride_b, stride_h, b, h)
-    offsets = t[:, None] * stride_t + tl.arange(0, D)[None, :]
-    tl.store(base + offsets, tile.to(x.dtype.element_ty), mask=t[:, None] < T)
 
 
 @triton.jit

@@ -5,9 +5,10 @@ A file is read once, and again when it has changed. One that is
 broken is listed, and harms no other.
 """
 
+import copy
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -141,7 +142,19 @@ class Collection:
         self.kernels: dict[Path, list[LabRun]] = {}
         self.profiles: list[Profile] = []
         self.broken: list[Broken] = []
+        self.keeps: Callable[[Path], bool] = lambda path: True
         self._files: dict[Path, _File] = {}
+
+    def only(self, keep: Callable[[Path], bool]) -> "Collection":
+        """The results of the files for which `keep` is true."""
+        part = copy.copy(self)
+        part.keeps = keep
+        part.runs = [one for one in self.runs if keep(one.path)]
+        part.lab_runs = [one for one in self.lab_runs if keep(one.path)]
+        part.kernels = {path: its for path, its in self.kernels.items() if keep(path)}
+        part.profiles = [one for one in self.profiles if keep(one.folder / RUN_FILE)]
+        part.broken = [one for one in self.broken if keep(one.path)]
+        return part
 
     def refresh(self) -> bool:
         """Reads what is new or has changed, forgets what is gone; whether anything changed."""

@@ -254,8 +254,12 @@ _TONES = {"red": "bad", "dim": "dim"}
 """Classes of the page's style sheet, by rich's styles."""
 
 
-def html(table: Table, folder: Path) -> str:
-    """A <table> with its title as caption, without notes; links are relative to a folder."""
+def html(table: Table, folder: Path | None) -> str:
+    """A <table> with its title as caption, without notes. Links are relative to a folder; without
+    one there are none, nor columns that have nothing else."""
+    if folder is None:
+        filled = [i for i in range(len(table.header)) if any(line.cells[i] for line in table.lines)]
+        table = table.columns(filled, left=[filled.index(i) for i in table.left if i in filled])
     title = markup.escape(printable(table.title))
     numbers = [' class="number"' * (i not in table.left) for i in range(len(table.header))]
     head = "".join(
@@ -278,7 +282,7 @@ def html(table: Table, folder: Path) -> str:
     )
 
 
-def _html_cell(cell: str, folder: Path) -> str:
+def _html_cell(cell: str, folder: Path | None) -> str:
     text = markup.escape(printable(cell)) if cell else ""
     if not isinstance(cell, Cell):
         return text
@@ -287,7 +291,9 @@ def _html_cell(cell: str, folder: Path) -> str:
     return " ".join(filter(None, (text, html_links(cell.links, folder))))
 
 
-def html_links(links: Iterable[Link], folder: Path) -> str:
+def html_links(links: Iterable[Link], folder: Path | None) -> str:
+    if folder is None:
+        return ""
     return " ".join(
         f'<a href="{href(link.path, folder)}">{markup.escape(printable(link.text))}</a>'
         for link in links

@@ -1,7 +1,4 @@
-"""From a PNG file's bytes to pixels, by three libraries.
-
-Each is imported where it is used: a lab with PIL alone needs no other.
-"""
+"""From a PNG file's bytes to pixels, by three libraries, each imported where it is used."""
 
 import io
 import zlib
@@ -41,15 +38,14 @@ def get(name: str) -> Decoder:
 
 
 def by_pil(png: bytes) -> Tensor:
-    return _channels_first(np.array(open_image(png)))
+    return torch.from_numpy(np.array(open_image(png))).permute(2, 0, 1)
 
 
 def by_torchvision(png: bytes) -> Tensor:
     from torchvision.io import ImageReadMode, decode_png
 
-    pixels: Tensor = decode_png(
-        torch.frombuffer(bytearray(png), dtype=torch.uint8), ImageReadMode.RGB
-    )
+    content = torch.frombuffer(bytearray(png), dtype=torch.uint8)
+    pixels: Tensor = decode_png(content, ImageReadMode.RGB)
     return pixels
 
 
@@ -59,11 +55,7 @@ def by_opencv(png: bytes) -> Tensor:
     pixels = cv2.imdecode(np.frombuffer(png, np.uint8), cv2.IMREAD_COLOR)
     if pixels is None:
         raise ValueError("OpenCV can't decode it")
-    return _channels_first(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB))
-
-
-def _channels_first(pixels: np.ndarray) -> Tensor:
-    return torch.from_numpy(pixels).permute(2, 0, 1)
+    return torch.from_numpy(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB)).permute(2, 0, 1)
 
 
 def open_image(content: bytes) -> "Image":

@@ -50,6 +50,8 @@ class BadData(WorkshopError):
 class Images(Dataset[tuple[Tensor, int]]):
     """Item `i` is an image, uint8 (3, height, width), and its label.
 
+    A format defines `open`, `read_labels`, `write`, and `encoded` or `image`.
+
     Args:
         folder: as make_dataset.py writes it.
         decoder: of PNGs: one of decoders.PACKAGES.
@@ -120,13 +122,11 @@ class Images(Dataset[tuple[Tensor, int]]):
     def image(self, index: int) -> Tensor:
         return self.decode(self.encoded(index))
 
-    # --- what a format defines -------------------------------------------------------------------
-
     def open(self) -> Any:
         raise NotImplementedError
 
     def read_labels(self) -> Sequence[int]:
-        """One for each image, in order; raises anything where the file is damaged."""
+        """The label of each image, in order; raises anything where the file is damaged."""
         raise NotImplementedError
 
     def encoded(self, index: int) -> bytes:
@@ -143,86 +143,60 @@ class Images(Dataset[tuple[Tensor, int]]):
         raise NotImplementedError
 
 
-def made_from(folder: Path) -> dict[str, Any]:
+def manifest(folder: Path) -> dict[str, Any]:
     """A dataset's manifest; empty where it can't be read."""
     try:
-        made: dict[str, Any] = json.loads((folder / Folder.file_name / MANIFEST).read_bytes())[
-            "made"
-        ]
-    except (OSError, ValueError, KeyError):
+        found: dict[str, Any] = json.loads((folder / Folder.file_name / MANIFEST).read_bytes())
+    except (OSError, ValueError):
         return {}
-    return made
+    return found
 
 
 def how_to_make(folder: Path) -> str:
     """The command that writes this dataset."""
-    made, words = made_from(folder), ["make_dataset.py"]
-    if "digits" in made:
-        words += ["--images", str(made["digits"]), "--seed", str(made["seed"])]
-    elif "from" in made:
-        words += ["--from", "YOUR_IMAGES"]
-    words += ["--size", str(made["size"])] if "size" in made else []
+    words = manifest(folder).get("command", ["make_dataset.py"])
     return shlex.join([*words, "--output-dir", str(folder)])
 
 
-def names_and_labels(content: str | bytes) -> tuple[list[str], list[int]]:
-    """Names and labels in labels.json, sorted by name."""
-    labels: dict[str, int] = json.loads(content)["labels"]
-    names = sorted(labels)
-    return names, [labels[name] for name in names]
+# --- PNG files -----------------------------------------------------------------------------------
 
 
-class Folder(Images):
+class Named(Images):
+    """PNG files by their names, and labels.json beside them. A format defines `read`."""
+
+    def read(self, name: str) -> bytes:
+        raise NotImplementedError
+
+    def read_labels(self) -> Sequence[int]:
+        labels: dict[str, int] = json.loads(self.read(LABELS))["labels"]
+        self.names = sorted(labels)
+        return [labels[name] for name in self.names]
+
+    def encoded(self, index: int) -> bytes:
+        return self.read(self.names[index])
+
+
+class Folder(Named):
     """A PNG file for each image: each is found, opened and closed for itself."""
 
     key, file_name = "png", "images"
 
-    def read_labels(self) -> Sequence[int]:
-        self.names, labels = names_and_labels((self.path / LABELS).read_bytes())
-        found = {path.name for path in self.path.glob("*.png")}
-        if unlabelled := sorted(found - set(self.names)):
-            raise ValueError(f"{LABELS} has no {unlabelled[0]}")
-        if missing := sorted(set(self.names) - found):
-            raise ValueError(f"no {missing[0]}")
-        return labels
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
 
-    def encoded(self, index: int) -> bytes:
-        return (self.path / self.names[index]).read_bytes()
+    def read_labels(self) -> Sequence[int]:
+        labels = super().read_labels()
+        found = {path.name for path in self.path.glob("*.png")}
+        if different := sorted(found ^ {*self.names}):
+            missing = LABELS if different[0] in found else "the folder"
+            raise ValueError(f"{missing} has no {different[0]}")
+        return labels
 
     def name(self, index: int) -> str:
         return str(self.path / self.names[index])
 
 
-class Hdf5(Images):
-    """An array of pixels and one of labels. Without chunks, an image is one piece of the file."""
-
-    key, file_name, packages = "hdf5", "images.h5", ("h5py",)
-
-    def open(self) -> Any:
-        import h5py
-
-        return h5py.File(self.path)["images"]  # to find it again for each image would take longer
-
-    def read_labels(self) -> Sequence[int]:
-        labels: Sequence[int] = self.file.parent["labels"][:]
-        return labels
-
-    def image(self, index: int) -> Tensor:
-        return torch.from_numpy(self.file[index])
-
-    @staticmethod
-    def write(target: Path, source: Folder, indices: Iterable[int]) -> None:
-        import h5py
-
-        with h5py.File(target, "w") as file:
-            file["labels"] = source.labels
-            shape = (len(source), *source[0][0].shape)
-            images = file.create_dataset("images", shape, np.uint8)
-            for index in indices:
-                images[index] = source[index][0].numpy()
-
-
-class Lmdb(Images):
+class Lmdb(Named):
     """A database in memory-mapped pages: a file's name is the key to its bytes."""
 
     key, file_name, packages = "lmdb", "images.lmdb", ("lmdb",)
@@ -237,14 +211,7 @@ class Lmdb(Images):
             raise ValueError(f"its {pages} pages do not fit into {size} bytes")
         return file
 
-    def read_labels(self) -> Sequence[int]:
-        self.names, labels = names_and_labels(self._get(LABELS))
-        return labels
-
-    def encoded(self, index: int) -> bytes:
-        return self._get(self.names[index])
-
-    def _get(self, name: str) -> bytes:
+    def read(self, name: str) -> bytes:
         with self.file.begin() as transaction:
             return bytes(transaction.get(name.encode()))
 
@@ -300,7 +267,7 @@ class Tar(Images):
                     tar.addfile(member, io.BytesIO(content))
 
 
-class Zip(Images):
+class Zip(Named):
     """The folder as it is, not compressed: PNGs are. Every process reads the list of all files."""
 
     key, file_name = "zip", "images.zip"
@@ -308,12 +275,8 @@ class Zip(Images):
     def open(self) -> Any:
         return zipfile.ZipFile(self.path)
 
-    def read_labels(self) -> Sequence[int]:
-        self.names, labels = names_and_labels(self.file.read(LABELS))
-        return labels
-
-    def encoded(self, index: int) -> bytes:
-        content: bytes = self.file.read(self.names[index])
+    def read(self, name: str) -> bytes:
+        content: bytes = self.file.read(name)
         return content
 
     @staticmethod
@@ -356,6 +319,38 @@ class Parquet(Images):
                 images = [source.encoded(index) for index in group]
                 labels = source.labels[group]
                 file.write_table(pyarrow.table([images, labels], schema=columns))
+
+
+# --- pixels --------------------------------------------------------------------------------------
+
+
+class Hdf5(Images):
+    """An array of pixels and one of labels. Without chunks, an image is one piece of the file."""
+
+    key, file_name, packages = "hdf5", "images.h5", ("h5py",)
+
+    def open(self) -> Any:
+        import h5py
+
+        return h5py.File(self.path)["images"]  # to find it again for each image would take longer
+
+    def read_labels(self) -> Sequence[int]:
+        labels: Sequence[int] = self.file.parent["labels"][:]
+        return labels
+
+    def image(self, index: int) -> Tensor:
+        return torch.from_numpy(self.file[index])
+
+    @staticmethod
+    def write(target: Path, source: Folder, indices: Iterable[int]) -> None:
+        import h5py
+
+        with h5py.File(target, "w") as file:
+            file["labels"] = source.labels
+            shape = (len(source), *source[0][0].shape)
+            images = file.create_dataset("images", shape, np.uint8)
+            for index in indices:
+                images[index] = source[index][0].numpy()
 
 
 class Flat(Images):

@@ -43,32 +43,20 @@ class Source(Sized, Protocol):
 class Settings:
     """The loop's choices. The defaults are the slowest."""
 
-    model: str = "cnn"
-    """Or resnet50."""
-    format: str = "png"
-    """A name in labs.data_pipeline.formats.FORMATS."""
-    reader: str = "ours"
-    """Or whose dataset or loader reads the format: torchvision, webdataset."""
-    decoder: str = "pil"
-    """A name in labs.data_pipeline.decoders.PACKAGES."""
-    workers: int = 1
-    """Processes that prepare batches; 0 is the training process itself."""
-    persistent: bool = False
-    """Workers stay for the next epoch."""
-    pinned: bool = False
-    """Batches come in memory from which a GPU copies while the loop goes on."""
-    prefetch: int = 2
-    """Batches that each worker prepares ahead."""
-    on_device: bool = False
-    """Crop and normalise whole batches on the device, not each image in the workers."""
-    resident: bool = False
-    """All images lie on the device: there is no loader."""
+    model: str = "cnn"  # or resnet50
+    format: str = "png"  # a key of formats.FORMATS
+    reader: str = "ours"  # or a peer's that reads the format: torchvision, webdataset
+    decoder: str = "pil"  # a key of decoders.PACKAGES
+    workers: int = 1  # processes that prepare batches; 0 is the training process itself
+    persistent: bool = False  # workers stay for the next epoch
+    pinned: bool = False  # batches in memory from which a GPU copies while the loop goes on
+    prefetch: int = 2  # batches that each worker prepares ahead
+    on_device: bool = False  # crop and normalise whole batches there, not each image in the workers
+    resident: bool = False  # all images are on the device: there is no loader
     channels_last: bool = False
-    amp: bool = False
-    """fp16 where it is safe, and a loss that is scaled."""
+    amp: bool = False  # fp16 where it is safe, and a loss that is scaled
     compile: bool = False
-    graph: bool = False
-    """A step is a graph of its kernels, captured once and launched as one; on a GPU."""
+    graph: bool = False  # a step is one graph of its kernels, captured once; on a GPU
     ahead: bool = False
     """A batch is copied to the GPU while the step before it runs, and the workers go on into the
     next epoch while one ends, up to `Order.last`."""

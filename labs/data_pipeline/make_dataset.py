@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout needs no installation
 
@@ -26,8 +26,10 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from labs.data_pipeline import formats
 from labs.data_pipeline.decoders import open_image
-from labs.data_pipeline.formats import LABELS, MANIFEST, PACKED, Folder, Images, made_from
+from labs.data_pipeline.formats import LABELS, MANIFEST, PACKED, Folder, Images
+from labs.shared import track
 from workshop import errors, results
 from workshop.arguments import count, parse
 from workshop.errors import WorkshopError, printable
@@ -43,50 +45,33 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".
 GRAIN = 6
 """Standard deviation of an image's noise, of 255. Without it the PNG of a smooth digit would have
 half of a photograph's size."""
-
-T = TypeVar("T")
 Pngs = Iterable[tuple[bytes, int]]
 """Files and labels, in order."""
 
 
 def build_parser() -> argparse.ArgumentParser:
+    assert __doc__
     parser = argparse.ArgumentParser(
-        description="Writes a folder of PNG files with labels, and packs it into other formats.",
+        description=__doc__.split("\n\n")[0],
         epilog="Pillow is needed, scikit-learn for digits, and for a format what writes it.",
     )
     add = parser.add_argument
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--images",
-        type=count,
-        default=DIGITS,
-        metavar="N",
-        help=f"digits; above {DIGITS:,} they come again in other colours (default {DIGITS})",
-    )
-    what.add_argument(
-        "--from",
-        type=Path,
-        dest="source",
-        metavar="FOLDER",
-        help="your own images instead, of any size; an image's class is its sub-folder's name",
-    )
+    what = parser.add_mutually_exclusive_group().add_argument
+    what("--images", type=count, default=DIGITS, metavar="N",
+         help=f"digits; above {DIGITS:,} they come again in other colours "
+         f"(default {DIGITS})")  # fmt: skip
+    what("--from", type=Path, dest="source", metavar="FOLDER",
+         help="your own images instead, of any size; an image's class is its sub-folder's "
+         "name")  # fmt: skip
     add("--size", type=count, default=32, help="side of the square images in pixels (default 32)")
     add("--seed", type=int, default=42, help="of the digits' colours (default 42)")
-    add(
-        "--damaged",
-        choices=("refuse", "skip"),
-        default="refuse",
+    add("--damaged", choices=("refuse", "skip"), default="refuse",
         help="an image of --from that can't be read: end with its name, or leave it out "
-        "(default refuse)",
-    )
+        "(default refuse)")  # fmt: skip
     add("--pack", nargs="+", choices=(*PACKED, "all"), default=[], help="formats to write as well")
-    add(
-        "--output-dir",
-        type=Path,
-        metavar="FOLDER",
+    add("--output-dir", type=Path, metavar="FOLDER",
         help="a folder for this set alone (default: data/digits_N_SIZE or data/FOLDER_SIZE beside "
-        "this program)",
-    )
+        "this program)")  # fmt: skip
     return parser
 
 
@@ -100,7 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make(arguments: argparse.Namespace) -> int:
-    _check(arguments)
+    low, high = SIDES
+    if not low <= arguments.size <= high:
+        raise WorkshopError(f"--size {arguments.size}: it must lie between {low} and {high}")
+    check_seed(arguments.seed)
     kinds = [PACKED[key] for key in PACKED if {key, "all"} & set(arguments.pack)]
     needs = {package for kind in kinds for package in kind.packages}
     errors.require("PIL", "rich", *([] if arguments.source else ["sklearn"]), *sorted(needs))
@@ -114,12 +102,9 @@ def make(arguments: argparse.Namespace) -> int:
     return errors.DONE
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    low, high = SIDES
-    if not low <= arguments.size <= high:
-        raise WorkshopError(f"--size {arguments.size}: it must lie between {low} and {high}")
-    if not 0 <= arguments.seed <= MOST_SEED:
-        raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and {MOST_SEED:,}")
+def check_seed(seed: int) -> None:
+    if not 0 <= seed <= MOST_SEED:
+        raise WorkshopError(f"--seed {seed}: it must lie between 0 and {MOST_SEED:,}")
 
 
 def _prepare(folder: Path) -> None:
@@ -127,9 +112,13 @@ def _prepare(folder: Path) -> None:
     which might have a dataset's names."""
     results.prepare_folder(folder)
     for left in folder.glob(".images.*"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        _delete(left)
     if any(folder.iterdir()) and not (folder / Folder.file_name / MANIFEST).is_file():
         raise WorkshopError(f"{folder} holds other files: name a new folder with --output-dir")
+
+
+def _delete(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 # --- the folder of PNGs --------------------------------------------------------------------------
@@ -138,31 +127,32 @@ def _prepare(folder: Path) -> None:
 def _write_images(folder: Path, arguments: argparse.Namespace, found: list[Path]) -> None:
     """Writes the images, unless they are there and whole. Packed files of other images are
     deleted."""
+    size, command = ["--size", str(arguments.size)], ["make_dataset.py"]
     if arguments.source:
+        command += ["--from", "YOUR_IMAGES", *size]
         files = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in found]
-        made = {"from": files, "damaged": arguments.damaged}
+        made = {"command": command, "files": files, "damaged": arguments.damaged}
         classes = sorted({_class_of(path, arguments.source) for path in found})
         pngs = _photographs(found, classes, arguments)
     else:
-        made = {"digits": arguments.images, "seed": arguments.seed}
+        images, seed = str(arguments.images), str(arguments.seed)
+        made = {"command": [*command, "--images", images, "--seed", seed, *size]}
         classes = [str(digit) for digit in range(10)]
         pngs = _digits(arguments.images, arguments.size, arguments.seed)
-    made |= {"size": arguments.size}
-    target = folder / Folder.file_name
-    if _is_whole(target, made):
+    target, before = folder / Folder.file_name, formats.manifest(folder)
+    if before.pop("sha256", None) and before == made and not find_damaged(folder):
         print(f"{target}: is there already, and whole")
         return
-    if "digits" in made and "from" in made_from(folder):
+    if "files" in before and "files" not in made:
         raise WorkshopError(
             f"{folder} holds images of yours, which digits would replace: give --from, or another "
             "--output-dir"
         )
     with results.atomic_path(target) as temporary:
-        images = _write_folder(temporary, pngs, classes, made)
+        number = _write_folder(temporary, pngs, classes, made)
         for kind in PACKED.values():
-            old = folder / kind.file_name
-            shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
-    print(f"{target}: {images:,} images of {arguments.size} x {arguments.size}")
+            _delete(folder / kind.file_name)
+    print(f"{target}: {number:,} images of {arguments.size} x {arguments.size}")
 
 
 def _write_folder(folder: Path, pngs: Pngs, classes: list[str], made: dict[str, Any]) -> int:
@@ -176,50 +166,27 @@ def _write_folder(folder: Path, pngs: Pngs, classes: list[str], made: dict[str, 
     if not labels:
         raise WorkshopError("no image is left: none can be read")
     results.write_json(folder / LABELS, {"classes": classes, "labels": labels})
-    sums[LABELS] = _sum_of(folder / LABELS)
-    results.write_json(folder / MANIFEST, {"made": made, "sha256": sums})
+    sums[LABELS] = hashlib.sha256((folder / LABELS).read_bytes()).hexdigest()
+    results.write_json(folder / MANIFEST, made | {"sha256": sums})
     return len(labels)
 
 
-def _is_whole(folder: Path, made: dict[str, Any]) -> bool:
-    """Whether exactly these images lie there, each as it was written."""
-    try:
-        manifest = results.read_json(folder / MANIFEST)
-    except WorkshopError:
-        return False
-    names = {MANIFEST, *manifest.get("sha256", {})}
-    there = {path.name for path in folder.iterdir()}
-    return manifest.get("made") == made and there == names and not find_damaged(folder.parent)
-
-
 def find_damaged(folder: Path) -> Path | None:
-    """The first file of a dataset that is not as it was written."""
-    images = folder / Folder.file_name
-    sums = results.read_json(images / MANIFEST)["sha256"]
-    for name in _track([*sums], "checking"):
+    """A file of a dataset's images that is not as it was written, or was not."""
+    images, sums = folder / Folder.file_name, formats.manifest(folder)["sha256"]
+    if others := {path.name for path in images.iterdir()} - {MANIFEST, *sums}:
+        return images / min(others)
+    for name in track([*sums], "checking"):
         path = images / name
-        if not path.is_file() or _sum_of(path) != sums[name]:
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != sums[name]:
             return path
     return None
-
-
-def _sum_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _png(image: "Image") -> bytes:
     content = io.BytesIO()
     image.save(content, "PNG")
     return content.getvalue()
-
-
-def _track(items: Sequence[T], what: str) -> Iterable[T]:
-    """The items, with a progress bar where stderr is a terminal."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(items, what, console=console, disable=not console.is_terminal)
 
 
 # --- packed formats ------------------------------------------------------------------------------
@@ -230,18 +197,12 @@ def pack(folder: Path, kind: type[Images]) -> None:
     source, path = Folder(folder), folder / kind.file_name
     try:
         with results.atomic_path(path) as target:
-            kind.write(target, source, _track(range(len(source)), f"packing {kind.key}"))
+            kind.write(target, source, track(range(len(source)), f"packing {kind.key}"))
     except WorkshopError:
         raise
     except Exception as error:  # lmdb has errors of its own for a disk without room
         raise WorkshopError(f"{path} can't be written: {printable(str(error))}") from None
     print(f"{path}: {len(source):,} images")
-
-
-def read_all(images: Images) -> None:
-    """Raises BadData where an image is damaged."""
-    for index in _track(range(len(images)), f"reading {images.key}"):
-        images[index]
 
 
 # --- digits in colour ----------------------------------------------------------------------------
@@ -252,7 +213,7 @@ def _digits(images: int, size: int, seed: int) -> Iterator[tuple[bytes, int]]:
     processes = min(os.cpu_count() or 1, 1 + images // 256)
     with multiprocessing.Pool(processes, _leave_signals) as pool:
         drawn = pool.imap(functools.partial(_digit, size, seed), range(images), chunksize=64)
-        for _, digit in zip(_track(range(images), "writing"), drawn, strict=True):
+        for _, digit in zip(track(range(images), "writing"), drawn, strict=True):
             yield digit
 
 
@@ -277,12 +238,8 @@ def _scans() -> Any:
 
 
 def _coloured(ink: np.ndarray, size: int, random: np.random.Generator) -> "Image":
-    """A digit enlarged, shifted by up to an eighth of the side, in a bright colour on a dark one,
-    with grain.
-
-    Args:
-        ink: uint8 (8, 8).
-    """
+    """A digit, from uint8 (8, 8), enlarged, shifted by up to an eighth of the side, in a bright
+    colour on a dark one, with grain."""
     from PIL import Image
 
     shift = size // 8
@@ -300,13 +257,8 @@ def _coloured(ink: np.ndarray, size: int, random: np.random.Generator) -> "Image
 
 def _own_images(folder: Path) -> list[Path]:
     """The images below the sub-folders, sorted; raises WorkshopError where there are none."""
-    if not folder.is_dir():
-        raise WorkshopError(f"--from {folder}: no such folder")
-    found = [
-        path
-        for path in sorted(folder.glob("*/**/*"))
-        if path.suffix.lower() in SUFFIXES and path.name[0] != "."
-    ]
+    paths = (path for path in sorted(folder.glob("*/**/*")) if path.name[0] != ".")
+    found = [path for path in paths if path.suffix.lower() in SUFFIXES]
     if not found:
         raise WorkshopError(
             f"--from {folder}: no images ({', '.join(SUFFIXES)}) in its sub-folders, whose names "
@@ -325,7 +277,8 @@ def _photographs(
     """Upright, cut to a square at the middle, and scaled."""
     from PIL import ImageOps
 
-    for path in _track(found, "writing"):
+    side = (arguments.size, arguments.size)
+    for path in track(found, "writing"):
         try:
             image = ImageOps.exif_transpose(open_image(path.read_bytes()))
         except Exception as error:  # what a damaged image raises is not listed anywhere
@@ -334,7 +287,6 @@ def _photographs(
                 raise WorkshopError(f"{problem}: take it out, or give --damaged skip") from None
             print(f"WARNING: {problem}: it is left out", file=sys.stderr)
             continue
-        side = (arguments.size, arguments.size)
         yield _png(ImageOps.fit(image, side)), classes.index(_class_of(path, arguments.source))
 
 

@@ -4,8 +4,9 @@
     python measure_pipeline.py --steps 1-worker n-workers on-device --workers 4 --open-ms 2
     python measure_pipeline.py --steps rates
 
-Each rung changes one thing and runs in processes of its own, in turns. It gets a throughput only if
-it trains on the plain loop's images, to the plain loop's losses and weights.
+Each rung changes one thing and runs in processes of its own, which alternate with the others'. It
+gets a throughput only if it trains on the plain loop's images, to the plain loop's losses and
+weights.
 """
 
 import argparse
@@ -29,8 +30,8 @@ if __name__ == "__main__":
 import torch
 
 from labs import shared
-from labs.data_pipeline import make_dataset, measure_rung, profiling, proof, rates, rungs
-from labs.data_pipeline.formats import FORMATS, MANIFEST, PACKED, BadData, Folder, how_to_make
+from labs.data_pipeline import formats, gate, make_dataset, measure_rung, profiling, rates, rungs
+from labs.data_pipeline.formats import FORMATS, PACKED, BadData, Folder
 from labs.data_pipeline.loop import Loop
 from labs.data_pipeline.measure_rung import LAB, cores
 from workshop import errors, labs, results
@@ -46,64 +47,52 @@ from workshop.tables import Line, Table, number
 RATES = "rates"
 MOST_OPEN_MS = 1e4
 LARGE_SIDE = 224
+DEFAULTS = {  # on a GPU, on a CPU
+    "batch_size": (128, 64),
+    "iterations": (None, 8),
+    "images": (50_000, make_dataset.DIGITS),
+    "resnet_images": (4096, 16),
+    "resnet_batch_size": (128, 4),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    assert __doc__
     names = textwrap.fill(f"rungs: {', '.join(rungs.BY_NAME)}", 98, break_on_hyphens=False)
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"{names}\n\nExit status: 0 done, 1 a gate or a "
-        "rung failed, 2 wrong usage, 77 something is missing on\nthis machine, 130 interrupted.",
+        epilog=f"{names}\n\nExit status: 0 done, 1 a gate or a rung failed, 2 wrong usage, 77 "
+        "something is missing on\nthis machine, 130 interrupted.",
     )
     add = parser.add_argument
     number = partial(add, type=count, metavar="N")
-    add(
-        "--steps",
-        nargs="+",
-        choices=("all", RATES, *rungs.BY_NAME),
-        default=["all"],
+    add("--steps", nargs="+", choices=("all", RATES, *rungs.BY_NAME), default=["all"],
         metavar="NAME",
-        help="all (default), rungs by name, or rates: how many workers a model wants",
-    )
+        help="all (default), rungs by name, or rates: how many workers a model wants")  # fmt: skip
     number("--workers", help="where a rung has many (default: the cores)")
     number("--batch-size", help="images a step (default 128, CPU 64)")
-    number("--iterations", help="steps of an epoch, at most (default: all; on a CPU 8)")
+    number("--iterations", help="steps of an epoch, at most (default: all, CPU 8)")
     number("--epochs", default=3, help="that are timed (default 3)")
     shared.add_repeats(add)
     add("--seed", type=int, default=42, help="of weights, order and crops (default 42)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
-    _add_data(parser)
     shared.add_output_dir(add, LAB)
     for flag in ("--rung", "--folder"):  # what one process measures
         add(flag, help=argparse.SUPPRESS)
     add("--profile-dir", type=Path, help=argparse.SUPPRESS)
     add("--candidate", action="store_true", help=argparse.SUPPRESS)
-    return parser
-
-
-def _add_data(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("images").add_argument
     number = partial(add, type=count, metavar="N")
-    number("--images", help="digits that are made (default 50,000; on a CPU 1,797)")
-    add("--size", type=count, help="their side in pixels (default 32)")
-    number("--resnet-images", help=f"of {LARGE_SIDE} x {LARGE_SIDE}, for "
-        "ResNet-50 (default 4,096; on a CPU 16)")  # fmt: skip
-    number("--resnet-batch-size", help="default 128; on a CPU 4")
-    add(
-        "--dataset-dir",
-        type=Path,
-        metavar="FOLDER",
-        help="a set that make_dataset.py wrote, for all rungs, in place of these",
-    )
-    add(
-        "--open-ms",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="slow storage, simulated: each open of a file takes X ms longer (default 0)",
-    )
+    number("--images", help="digits that are made (default 50,000, CPU 1,797)")
+    number("--size", help="their side in pixels (default 32)")
+    number("--resnet-images", help=f"of side {LARGE_SIDE}, for ResNet-50 (default 4,096, CPU 16)")
+    number("--resnet-batch-size", help="default 128, CPU 4")
+    add("--dataset-dir", type=Path, metavar="FOLDER",
+        help="a set that make_dataset.py wrote, for all rungs, in place of these")  # fmt: skip
+    add("--open-ms", type=float, default=0.0, metavar="X",
+        help="slow storage, simulated: each open of a file takes X ms longer "
+        "(default 0)")  # fmt: skip
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,40 +106,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> int:
     errors.require("rich", "PIL")
     device = hardware.get_device(arguments.device)
-    _complete(arguments, device)
+    if arguments.dataset_dir and (arguments.images or arguments.size or arguments.resnet_images):
+        raise WorkshopError("--dataset-dir has its own images: leave out their number and size")
+    if not 0 <= arguments.open_ms <= MOST_OPEN_MS:
+        limits = f"it must lie between 0 and {MOST_OPEN_MS:,.0f}"
+        raise WorkshopError(f"--open-ms {arguments.open_ms}: {limits}")
+    make_dataset.check_seed(arguments.seed)
+    defaults = {name: pair[device.type != "cuda"] for name, pair in DEFAULTS.items()}
+    for name, value in ({"size": 32, "workers": cores()} | defaults).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
     if arguments.rung:
         return measure_rung.measure(arguments, arguments.rung, Path(arguments.folder))
     if RATES in arguments.steps:
         return show_rates(arguments, device)
     return measure_all(arguments, device)
-
-
-def _complete(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Fills in the defaults of this device, and checks."""
-    given = [arguments.images, arguments.size, arguments.resnet_images]
-    if arguments.dataset_dir and any(given):
-        raise WorkshopError("--dataset-dir has its own images: leave out their number and size")
-    on_gpu = device.type == "cuda"
-    defaults = {
-        "size": 32,
-        "workers": cores(),
-        "batch_size": 128 if on_gpu else 64,
-        "iterations": None if on_gpu else 8,
-        "images": 50_000 if on_gpu else make_dataset.DIGITS,
-        "resnet_images": 4096 if on_gpu else 16,
-        "resnet_batch_size": 128 if on_gpu else 4,
-    }
-    for name, value in defaults.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-    if not 0 <= arguments.open_ms <= MOST_OPEN_MS:
-        raise WorkshopError(
-            f"--open-ms {arguments.open_ms}: it must lie between 0 and {MOST_OPEN_MS:,.0f}"
-        )
-    if not 0 <= arguments.seed <= make_dataset.MOST_SEED:
-        raise WorkshopError(
-            f"--seed {arguments.seed}: it must lie between 0 and {make_dataset.MOST_SEED:,}"
-        )
 
 
 # --- the images ----------------------------------------------------------------------------------
@@ -166,33 +136,35 @@ def _folder(arguments: argparse.Namespace, large: bool) -> Path:
     return arguments.dataset_dir or make_dataset.FOLDER / "data" / f"digits_{images}_{size}"
 
 
-def prepare(arguments: argparse.Namespace, large: bool, formats: set[str]) -> Path:
-    """The folder of the images in these formats: what is missing is written first.
+def prepare(arguments: argparse.Namespace, large: bool, keys: set[str]) -> Path:
+    """The folder of the images in these formats: what is missing is written first, and what is
+    there is read once.
 
     Raises:
         WorkshopError: an image or a packed file is damaged, or there are too few images.
     """
     folder = _folder(arguments, large)
-    flag = "--resnet-batch-size" if large else "--batch-size"
-    batch = arguments.resnet_batch_size if large else arguments.batch_size
     if not arguments.dataset_dir:
         images, size = map(str, _digits(arguments, large))
         asked = ["--images", images, "--size", size]
         make_dataset.make(make_dataset.build_parser().parse_args(asked))
-    elif not (folder / Folder.file_name / MANIFEST).is_file():
+    elif "sha256" not in formats.manifest(folder):
         raise WorkshopError(
             f"--dataset-dir {folder}: no images of make_dataset.py; make a set of yours with "
             "make_dataset.py --from IMAGES --output-dir SET"
         )
     elif damaged := make_dataset.find_damaged(folder):
-        raise BadData(f"{damaged} is damaged or missing: run {how_to_make(folder)} again")
-    for key in sorted(formats):
-        kind = FORMATS[key]
-        if key in PACKED and not (folder / kind.file_name).exists():
-            make_dataset.pack(folder, kind)
-        elif key in PACKED:
-            make_dataset.read_all(kind(folder))
-    there = len(Folder(folder))
+        how = formats.how_to_make(folder)
+        raise BadData(f"{damaged} is damaged or missing: run {how} again")
+    for key in sorted(keys & {*PACKED}):
+        if not (folder / FORMATS[key].file_name).exists():
+            make_dataset.pack(folder, FORMATS[key])
+            continue
+        packed = FORMATS[key](folder)
+        for index in shared.track(range(len(packed)), f"reading {key}"):
+            packed[index]
+    flag = "--resnet-batch-size" if large else "--batch-size"
+    there, batch = len(Folder(folder)), measure_rung.batch_size(arguments, large)
     if batch > there:
         raise WorkshopError(f"{flag} {batch}: there are {there:,} images in {folder}")
     return folder
@@ -214,46 +186,7 @@ def chosen(arguments: argparse.Namespace, device: torch.device) -> list[str]:
 
 def measure_all(arguments: argparse.Namespace, device: torch.device) -> int:
     folder = results.prepare_folder(arguments.output_dir)
-    names = chosen(arguments, device)
-    _warn(arguments, names)
-    reasons = {name: _missing(arguments, name, device) for name in names}
-    folders = {
-        large: prepare(arguments, large, formats)
-        for large in (False, True)
-        if (formats := {rungs.settings(name, 1).format for name in names
-                        if not reasons[name] and rungs.is_large(name) == large})
-    }  # fmt: skip
-    session = results.new_session()
-    profiles = folder / "profiles" / session
-
-    @functools.lru_cache(len(folders))  # those of one repeat
-    def plain(large: bool, repeat: int) -> proof.PlainLoop:
-        asked = measure_rung.asked(arguments, large, folders[large], device)
-        return proof.PlainLoop(asked)
-
-    def plan(name: str, repeat: int) -> studies.Plan:
-        more = [] if repeat else ["--profile-dir", str(profiles / name)]
-        return _plan(arguments, name, plain(rungs.is_large(name), repeat), session, more)
-
-    def skipped(name: str) -> LabRun:
-        made = _folder(arguments, rungs.is_large(name))
-        run = measure_rung.new_run(arguments, name, made, device, session)
-        return studies.Plan([], [run], folder).skipped(reasons[name])
-
-    left = [name for name in names if not reasons[name]]
-    measured = shared.alternating(left, arguments.repeats, plan, arguments.jobs)
-    runs, interrupted = shared.told(
-        itertools.chain(map(skipped, filter(reasons.get, names)), measured), _outcome
-    )
-    groups = [sorted(group, key=rungs.place) for group in labs.newest(runs)]
-    rows = [row for group in groups for row in group]
-    shown = [table for group in groups for table in (*speed_tables(group), rates_table(group))]
-    shared.show([*shown, changes_table(runs[0], names)], rows, folder / "pipeline.md")
-    _show_profiles(rows, folder, profiles)
-    return shared.status_of(rows, interrupted)
-
-
-def _warn(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    names, reasons = chosen(arguments, device), {}
     most = max(rungs.settings(name, arguments.workers).workers for name in names)
     if most > cores():
         print(
@@ -261,31 +194,54 @@ def _warn(arguments: argparse.Namespace, names: Sequence[str]) -> None:
             "training process; more of them prepare nothing sooner, unless they wait for storage",
             file=sys.stderr,
         )
+    for name in names:
+        try:
+            rungs.check(name, device, arguments.workers)
+        except NotOnThisMachine as error:
+            reasons[name] = str(error)
+    left = [name for name in names if name not in reasons]
+    folders = {}
+    for large, own in itertools.groupby(left, rungs.is_large):
+        keys = {rungs.settings(name, 1).format for name in own}
+        folders[large] = prepare(arguments, large, keys)
+    session = results.new_session()
+    profiles = folder / "profiles" / session
+
+    @functools.lru_cache(len(folders))  # those of one repeat
+    def plain(large: bool, repeat: int) -> gate.PlainLoop:
+        return gate.PlainLoop(measure_rung.asked(arguments, large, folders[large], device))
+
+    def plan_of(name: str, repeat: int) -> studies.Plan:
+        more = [] if repeat else ["--profile-dir", str(profiles / name)]
+        return plan(arguments, name, plain(rungs.is_large(name), repeat), session, more)
+
+    def skipped(name: str) -> LabRun:
+        made = _folder(arguments, rungs.is_large(name))
+        run = measure_rung.new_run(arguments, name, made, device, session)
+        return studies.Plan([], [run], folder).skipped(reasons[name])
+
+    measured = shared.alternating(left, arguments.repeats, plan_of, arguments.jobs)
+    runs, interrupted = shared.told(itertools.chain(map(skipped, reasons), measured), _outcome)
+    groups = [sorted(group, key=rungs.place) for group in labs.newest(runs)]
+    rows = [row for group in groups for row in group]
+    shown = [table for group in groups for table in (*speed_tables(group), rates_table(group))]
+    shared.show(shown, rows, folder / "pipeline.md")
+    _show_profiles(rows, folder, profiles)
+    return shared.status_of(rows, interrupted)
 
 
-def _missing(arguments: argparse.Namespace, name: str, device: torch.device) -> str:
-    """Why a rung can't run here; "" if it can."""
-    try:
-        rungs.check(name, device, arguments.workers)
-    except NotOnThisMachine as error:
-        return str(error)
-    return ""
-
-
-def _plan(
+def plan(
     arguments: argparse.Namespace,
     name: str,
-    plain: proof.PlainLoop,
+    plain: gate.PlainLoop,
     session: str,
-    more: Sequence[str],
+    more: Sequence[str] = (),
 ) -> studies.Plan:
+    """A process that measures a rung; `more` are further words of its command."""
     folder, device = plain.asked.folder, plain.asked.device
-    flags = {
-        "steps": name, "rung": name, "folder": folder,
-        "workers": arguments.workers, "batch-size": arguments.batch_size,
-        "resnet-batch-size": arguments.resnet_batch_size, "epochs": arguments.epochs,
-        "seed": arguments.seed, "device": device, "open-ms": arguments.open_ms,
-    }  # fmt: skip
+    flags = {"steps": name, "rung": name, "folder": folder, "device": device}
+    for flag in ("workers", "batch-size", "resnet-batch-size", "epochs", "seed", "open-ms"):
+        flags[flag] = getattr(arguments, flag.replace("-", "_"))
     if arguments.iterations:
         flags["iterations"] = arguments.iterations
     words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
@@ -298,9 +254,10 @@ def _plan(
             raise Closed(f"the process told {len(times)} times of {asked} steps")
         measure_rung.time_epochs(run, times, arguments.epochs)
 
-    check = proof.Check(plain, record)
-    words = [sys.executable, *command]
-    return studies.Plan(words, [record], arguments.output_dir, take_times, check)
+    check = gate.Check(plain, record)
+    return studies.Plan(
+        [sys.executable, *command], [record], arguments.output_dir, take_times, check
+    )
 
 
 def _outcome(run: LabRun) -> str:
@@ -338,42 +295,27 @@ def speed_tables(rows: Sequence[LabRow]) -> list[Table]:
 
 def rates_table(rows: Sequence[LabRow]) -> Table:
     """The rate of each part alone, by rung: the median of its processes."""
-    keys = ("storage_per_s", "read_per_s", "decode_per_s", "worker_per_s", "model_per_s")
+    columns = {
+        "from storage": "storage_per_s",
+        "1 core reads": "read_per_s",
+        "decodes": "decode_per_s",
+        "prepares": "worker_per_s",
+        "the model": "model_per_s",
+    }
     lines = [
-        Line([row.label, *(number(row.metric(key), ",.0f") for key in keys),
+        Line([row.label, *(number(row.metric(key), ",.0f") for key in columns.values()),
               number(row.metric("wait_share"), ".0%"),
               number(row.metric("kernel_share") or None, ".0%")])
         for row in rows
         if row.times
     ]  # fmt: skip
-    header = (
-        "images/s of a part",
-        "from storage",
-        "1 core reads",
-        "decodes",
-        "prepares",
-        "the model",
-        "waits",
-        "GPU busy",
-    )
     notes = [
         "from storage: one core, files that are not in memory; --open-ms is in `prepares` alone",
         "waits: the share of whole epochs in which the loop waits for its next batch",
         "GPU busy: the share of the profiled steps, within an epoch, with a kernel running",
     ]
+    header = ("images/s of a part", *columns, "waits", "GPU busy")
     return Table("alone", header, lines, notes, continues=True)
-
-
-def changes_table(run: LabRun, names: Sequence[str]) -> Table:
-    """A line for each rung."""
-    found = [rungs.BY_NAME[name] for name in names]
-    workers = run.options["asked_for_workers"]
-    lines = [Line([rung.name, rung.after or "-", rung.words.format(workers=workers)])
-             for rung in found]  # fmt: skip
-    return Table("what each rung changes", ("rung", "after", "change"), lines, left=(0, 1, 2))
-
-
-# --- rates ---------------------------------------------------------------------------------------
 
 
 def show_rates(arguments: argparse.Namespace, device: torch.device) -> int:

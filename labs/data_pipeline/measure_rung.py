@@ -1,4 +1,5 @@
-"""One rung in this process: opens the images, trains, audits, and writes the result file."""
+"""One rung in this process: opens the images, trains, shows the judge what it did, and writes the
+result file."""
 
 import argparse
 import os
@@ -14,11 +15,10 @@ from torch import Tensor
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from labs import shared
-from labs.data_pipeline import peers, profiling, proof, rates, rungs
+from labs.data_pipeline import gate, peers, profiling, rates, rungs
 from labs.data_pipeline.formats import FORMATS, Images
 from labs.data_pipeline.loop import Batch, Loop, Settings, Source, Step
 from labs.data_pipeline.reference import Asked
-from labs.data_pipeline.slow import SlowOpens
 from workshop import errors, labs, records, results
 from workshop.errors import NotOnThisMachine, OutOfMemory, WorkshopError
 from workshop.judge import lab_record
@@ -39,22 +39,20 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
     device = hardware.get_device(arguments.device)
     record = new_run(arguments, name, folder, device)
     rungs.check(name, device, arguments.workers)
-    settings = rungs.settings(name, arguments.workers)
+    settings, size = rungs.settings(name, arguments.workers), record.units_per_step
     set_arithmetic("fp32")
     startup.watch_compilers(torch_compile=settings.compile)
 
     def too_large(asked: str) -> OutOfMemory:
-        what = f"{name}: batch {record.units_per_step} does not fit in memory"
-        return OutOfMemory(f"{what}: {asked}; take a smaller one")
+        return OutOfMemory(f"{name}: batch {size} does not fit in memory: {asked}; take a smaller")
 
     with trainer.memory_failure_as(too_large):
         images, source = open_images(settings, folder, arguments.open_ms)
-        size = record.units_per_step
         loop = Loop(
             settings, source, device, size, arguments.iterations, images.classes, arguments.seed
         )
-        plain = proof.PlainLoop(asked(arguments, rungs.is_large(name), folder, device))
-        turn = Turn(arguments.candidate, proof.Check(plain, record))
+        plain = gate.PlainLoop(asked(arguments, rungs.is_large(name), folder, device))
+        turn = Turn(arguments.candidate, gate.Check(plain, record))
         turn.wait()
         record.metrics |= {  # of one core
             "storage_per_s": rates.storage_rate(images),  # first: what is mapped can't be dropped
@@ -80,11 +78,14 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
     return errors.ANSWER_IS_NO if red else errors.DONE
 
 
+def batch_size(arguments: argparse.Namespace, large: bool) -> int:
+    return int(arguments.resnet_batch_size if large else arguments.batch_size)
+
+
 def asked(arguments: argparse.Namespace, large: bool, folder: Path, device: torch.device) -> Asked:
     """The training that the rungs of a network have to do."""
     return Asked(
-        folder, device, "resnet50" if large else "cnn",
-        batch_size=arguments.resnet_batch_size if large else arguments.batch_size,
+        folder, device, "resnet50" if large else "cnn", batch_size(arguments, large),
         steps=arguments.iterations, epochs=1 + arguments.epochs, seed=arguments.seed,
     )  # fmt: skip
 
@@ -99,26 +100,17 @@ def new_run(
 ) -> LabRun:
     """A record of a rung that has not been measured yet."""
     settings = rungs.settings(name, arguments.workers)
-    batch = arguments.resnet_batch_size if rungs.is_large(name) else arguments.batch_size
+    batch = batch_size(arguments, rungs.is_large(name))
     subject = f"{settings.model}, {folder.name}, batch {batch}"
     if arguments.open_ms:
         subject += f", {arguments.open_ms:g} ms at each open (simulated)"
     precision = "fp16" if settings.amp else "fp32"
-    own = {"precision": precision, "open_ms": arguments.open_ms, "seed": arguments.seed}
+    options = asdict(settings) | {"precision": precision, "cores": cores()}
+    options |= {"open_ms": arguments.open_ms, "seed": arguments.seed}
     return lab_record.begin(
-        device,
-        precision,
-        session,
-        HIDDEN,
-        command,
-        lab=LAB,
-        subject=subject,
-        variant=name,
-        unit="images",
-        units_per_step=batch,
-        baseline=rungs.first(name),
-        options={**asdict(settings), **own, "cores": cores(),
-                 "asked_for_workers": arguments.workers},
+        device, precision, session, HIDDEN, command,
+        lab=LAB, subject=subject, variant=name, unit="images", units_per_step=batch,
+        baseline=rungs.first(name), options=options,
     )  # fmt: skip
 
 
@@ -137,7 +129,7 @@ def open_images(settings: Settings, folder: Path, open_ms: float) -> tuple[Image
         return images, source
     if settings.reader == "webdataset":
         raise NotOnThisMachine("--open-ms does not reach WebDataset, which opens its files itself")
-    return images, SlowOpens(source, open_ms)
+    return images, peers.SlowOpens(source, open_ms)
 
 
 # --- the timed epochs ----------------------------------------------------------------------------
@@ -171,10 +163,10 @@ class Seen:
         self.losses.append(step.loss)
         if (start := self.kept.get(number)) is not None:
             for name, tensor in (("inputs", step.inputs), ("labels", step.labels)):
-                self.parts[f"{name} {number}"] = tensor[start : start + proof.PART].clone()
+                self.parts[f"{name} {number}"] = tensor[start : start + gate.PART].clone()
 
     def show(self) -> Shown:
-        """The course as proof.Course reads it; to be called before the loop trains on."""
+        """The course as gate.Course reads it; to be called before the loop trains on."""
         scales, weights = torch.stack(self.scales), self.loop.model.named_parameters()
         course = {
             "scales": scales if len(scales) > 1 else scales.expand(1 + len(self.losses)),
@@ -222,7 +214,6 @@ def train(record: LabRun, loop: Loop, epochs: int, turn: Turn) -> Seen:
     record.losses = results.finite(torch.stack(seen.losses).tolist())
     record.setup_s |= {"warm_up": sum(settling) / 1e3, "compile": startup.compile_seconds()}
     record.options |= {"steps_per_epoch": len(times) // epochs, "epochs": epochs}
-    record.metrics["longest_step_ms"] = max(times)
     if on_gpu:
         peak = torch.cuda.max_memory_allocated(loop.device)
         record.memory_mb = memory.break_down(peak, loop.model, loop.optimizer, "allocator")

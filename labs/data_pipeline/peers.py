@@ -1,6 +1,9 @@
-"""How others read the same images: torchvision's ImageFolder, and WebDataset's own loader."""
+"""Other sources of the same images: torchvision's ImageFolder, WebDataset's own loader, and slow
+storage, simulated."""
 
+import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 
 from labs import shared
-from labs.data_pipeline.formats import Folder, Tar
+from labs.data_pipeline.formats import Folder, Images, Tar
 from labs.data_pipeline.loop import Batch, Order, Settings, Source
 from workshop import errors
 
@@ -91,3 +94,26 @@ class WebDatasetLoader:
 
 def _pixels(image: Any) -> Tensor:
     return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+class SlowOpens(Dataset[tuple[Tensor, int]]):
+    """The same images after a wait at each open of a file, as on a cluster's shared file system. In
+    the folder each image is an open; a packed file is opened once in each process.
+
+    The wait is a sleep, which no other process feels. A real server also slows down with many
+    clients.
+    """
+
+    def __init__(self, images: Images | TorchvisionImages, open_ms: float) -> None:
+        self.images, self.open_ms = images, open_ms
+        self._opened_in = -1
+        """The process that has opened the packed file."""
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if self.images.key == Folder.key or self._opened_in != os.getpid():
+            self._opened_in = os.getpid()
+            time.sleep(self.open_ms / 1e3)
+        return self.images[index]

@@ -25,56 +25,42 @@ class Rung:
     after: str
     """The rung that it changes; ALONE for the first of a ladder, to which all others of it are
     compared."""
-    words: str
-    """Says the change, for the table."""
     change: dict[str, Any] = field(default_factory=dict)
     """New values of fields of Settings."""
     needs_gpu: str = ""
-    """Why."""
+    """Why it needs one, if it does."""
 
 
 RUNGS = (
-    Rung("1-worker", ALONE, "PNG files by PIL; one worker reads, decodes, crops and normalises"),
-    Rung("n-workers", "1-worker", "{workers} workers", {"workers": ALL_WORKERS}),
-    Rung("persistent", "n-workers", "workers stay for the next epoch", {"persistent": True}),
-    Rung("pinned", "persistent", "pinned memory: the GPU copies while the loop goes on",
-         {"pinned": True}, "pinned memory is for copies to a GPU"),
-    Rung("prefetched", "pinned", f"each worker prepares {PREFETCH} batches ahead, not 2",
-         {"prefetch": PREFETCH}),
-    Rung("decode-torchvision", "prefetched", "torchvision decodes", {"decoder": "torchvision"}),
-    Rung("decode-opencv", "prefetched", "OpenCV decodes", {"decoder": "opencv"}),
-    Rung("torchvision-dataset", "prefetched", "peer: torchvision's ImageFolder reads the files",
-         {"reader": "torchvision"}),
-    Rung("on-device", "prefetched", "the device crops and normalises whole batches",
-         {"on_device": True}),
-    *(Rung(key, "on-device", f"{key} in place of PNG files", {"format": key}) for key in PACKED),
-    Rung("webdataset-loader", "webdataset", "peer: WebDataset's own loader, in its own order",
-         {"reader": "webdataset"}),
-    Rung("ffcv", "on-device", "peer: FFCV's loader", {"reader": "ffcv"}),
-    Rung("dali", "on-device", "peer: NVIDIA DALI's loader", {"reader": "nvidia.dali"}),
-    Rung("resident", "on-device", "all images lie on the device", {"resident": True}),
-    Rung("resident-graph", "resident", "a step is one graph: a single launch", {"graph": True},
-         "graphs of kernels are for GPUs"),
+    Rung("1-worker", ALONE),
+    Rung("n-workers", "1-worker", {"workers": ALL_WORKERS}),
+    Rung("persistent", "n-workers", {"persistent": True}),
+    Rung("pinned", "persistent", {"pinned": True}, "pinned memory is for copies to a GPU"),
+    Rung("prefetched", "pinned", {"prefetch": PREFETCH}),
+    Rung("decode-torchvision", "prefetched", {"decoder": "torchvision"}),
+    Rung("decode-opencv", "prefetched", {"decoder": "opencv"}),
+    Rung("torchvision-dataset", "prefetched", {"reader": "torchvision"}),
+    Rung("on-device", "prefetched", {"on_device": True}),
+    *(Rung(key, "on-device", {"format": key}) for key in PACKED),
+    Rung("webdataset-loader", "webdataset", {"reader": "webdataset"}),
+    Rung("ffcv", "on-device", {"reader": "ffcv"}),
+    Rung("dali", "on-device", {"reader": "nvidia.dali"}),
+    Rung("resident", "on-device", {"resident": True}),
+    Rung("resident-graph", "resident", {"graph": True}, "graphs of kernels are for GPUs"),
     Rung("resnet50", ALONE,
-         "ResNet-50 in fp32; flat array, {workers} workers, pinned, prefetched, the device crops",
          {"model": "resnet50", "format": "flat", "workers": ALL_WORKERS, "persistent": True,
           "pinned": True, "prefetch": PREFETCH, "on_device": True}),
-    Rung("resnet50-channels-last", "resnet50", "channels-last alone", {"channels_last": True}),
-    Rung("resnet50-amp", "resnet50", "fp16 and a scaled loss alone", {"amp": True},
-         "fp16 is for GPUs"),
-    Rung("resnet50-both", "resnet50-channels-last", "both", {"amp": True},
-         "fp16 is for GPUs"),
-    Rung("resnet50-compiled", "resnet50-both", "torch.compile",
-         {"compile": True}, "it builds on fp16, which is for GPUs"),
-    Rung("resnet50-graph", "resnet50-compiled",
-         "a step is one graph, and Adam one kernel in it, as a scaled loss needs there",
-         {"graph": True}, "graphs of kernels are for GPUs"),
-    Rung("resnet50-ahead", "resnet50-graph",
-         "a batch is copied while the step before it runs; the workers do not stop after an epoch",
-         {"ahead": True}, "it copies to a GPU"),
+    Rung("resnet50-channels-last", "resnet50", {"channels_last": True}),
+    Rung("resnet50-amp", "resnet50", {"amp": True}, "fp16 is for GPUs"),
+    Rung("resnet50-both", "resnet50-channels-last", {"amp": True}, "fp16 is for GPUs"),
+    Rung("resnet50-compiled", "resnet50-both", {"compile": True},
+         "it builds on fp16, which is for GPUs"),
+    Rung("resnet50-graph", "resnet50-compiled", {"graph": True}, "graphs of kernels are for GPUs"),
+    Rung("resnet50-ahead", "resnet50-graph", {"ahead": True}, "it copies to a GPU"),
 )  # fmt: skip
+"""The table of README.md says what each changes."""
 BY_NAME = {rung.name: rung for rung in RUNGS}
-PEERS_WITHOUT_A_ROW = {"ffcv": "FFCV", "nvidia.dali": "DALI"}
+PEERS_WITHOUT_A_LOADER = {"ffcv": "FFCV", "nvidia.dali": "DALI"}
 
 
 def settings(name: str, workers: int) -> Settings:
@@ -102,9 +88,9 @@ def check(name: str, device: torch.device, workers: int) -> None:
     rung, own = BY_NAME[name], settings(name, workers)
     if rung.needs_gpu and device.type != "cuda":
         raise NotOnThisMachine(f"a GPU is missing: {rung.needs_gpu}")
-    if own.reader in PEERS_WITHOUT_A_ROW:
+    if own.reader in PEERS_WITHOUT_A_LOADER:
         raise NotOnThisMachine(
-            f"{PEERS_WITHOUT_A_ROW[own.reader]} did not install where this lab was written: it "
+            f"{PEERS_WITHOUT_A_LOADER[own.reader]} did not install where this lab was written: it "
             "has no loader for it"
         )
     packages = {"webdataset": ["webdataset"], "torchvision": ["torchvision"]}.get(own.reader, [])
@@ -114,9 +100,6 @@ def check(name: str, device: torch.device, workers: int) -> None:
         raise NotOnThisMachine(f"torch.compile needs {missing}")
 
 
-# --- rows of results -----------------------------------------------------------------------------
-
-
 def place(row: LabRow) -> int:
-    """In the ladder."""
+    """The place of a row of results in the ladder."""
     return [*BY_NAME].index(row.first.variant)

@@ -7,8 +7,8 @@ from itertools import groupby
 from pathlib import Path
 
 from labs.text_generation.export import RECORD
+from labs.text_generation.lm_gen import LAB
 from labs.text_generation.measure_engines import compile_s, ladder
-from labs.text_generation.request import LAB
 from workshop import labs, results
 from workshop.labs import LabRow, LabRun
 from workshop.show import lab_table

@@ -25,35 +25,21 @@ PACKAGES = ("transformers", "tokenizers", "safetensors")
 
 
 def prepare(folder: Path, replace: bool) -> None:
-    """Checks before the training that it can be saved there.
-
-    Raises:
-        WorkshopError: the folder can't be written, or holds what is no earlier export, or one that
-            is not to be replaced.
-    """
+    """Checks before the training that it can be saved there. Raises WorkshopError: the folder can't
+    be written, holds other files, or an earlier model that is not to be replaced."""
     results.prepare_folder(folder.parent)
-    if (folder / RECORD).is_file() and not replace:
-        steps = len(results.read_json(folder / RECORD).get("losses", []))
-        raise WorkshopError(
-            f"--output-dir {folder} has a model of {steps:,} steps: give --replace, or another "
-            "folder"
-        )
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).is_file():
-        raise WorkshopError(f"--output-dir {folder} has other files in it: name a new folder")
-    if folder.exists() and not folder.is_dir():
-        raise WorkshopError(f"--output-dir {folder} is a file: name a folder")
+    if not folder.exists():
+        return
+    if not (folder / RECORD).is_file():
+        if not folder.is_dir() or any(folder.iterdir()):
+            raise WorkshopError(f"--output-dir {folder} has other content: name a new folder")
+    elif not replace:
+        raise WorkshopError(f"--output-dir {folder} has a model: give --replace, or another folder")
 
 
 def save(model: nn.Module, folder: Path, record: dict[str, Any]) -> None:
-    """Saves model, tokenizer and the training's record; an earlier export goes once they are
-    complete.
-
-    Args:
-        model: of any version.
-
-    Raises:
-        WorkshopError: there is no room or no right to write; nothing is left then.
-    """
+    """Saves a model of any version, a tokenizer and the training's record; an earlier export is
+    deleted once they are complete."""
     exported = to_hugging_face(model)
     from transformers.utils import logging
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from labs.text_generation import plain_ops
 from labs.text_generation.engines import Answer, OnTokens, draw, uniforms
-from labs.text_generation.plain_ops import Weight
+from labs.text_generation.plain_ops import Weight, quantised
 from workshop.errors import WorkshopError, require
 from workshop.run.timing import StepClock
 
@@ -36,8 +36,28 @@ SLOTS = 256
 ROPES = ("default", "llama3")
 """The kinds of rope that the loop knows: Hugging Face computes their frequencies."""
 
+UNKNOWN = "{} {!r}: the fast engine knows only {}; take --engine hf or static"
+
 CHECK_EVERY = 16
 """Tokens between two looks at whether all rows have ended; each look waits for the device."""
+
+
+def check(config: Any, rope: Any) -> None:
+    """Raises WorkshopError for a model with parts that this loop does not have.
+
+    Args:
+        rope: Hugging Face's LlamaRotaryEmbedding.
+    """
+    for part, found, known in (
+        ("hidden_act", config.hidden_act, ("silu",)),
+        ("rope_type", rope.rope_type, ROPES),
+        ("rotated dimensions of a head", 2 * len(rope.inv_freq), (config.head_dim,)),
+        ("attention_bias", config.attention_bias, (False,)),
+        ("mlp_bias", config.mlp_bias, (False,)),
+        ("quantization_config", getattr(config, "quantization_config", None), (None,)),
+    ):
+        if found not in known:
+            raise WorkshopError(UNKNOWN.format(part, found, " and ".join(map(repr, known))))
 
 
 class Layer(NamedTuple):
@@ -47,9 +67,6 @@ class Layer(NamedTuple):
     post_norm: Tensor
     gate_up: Weight
     down: Weight
-
-
-# --- The model and its loop -----------------------------------------------------------------------
 
 
 def padding_mask(pads: Tensor, length: int) -> Tensor:
@@ -104,11 +121,6 @@ class Session:
             self.step()
         return graph.replay
 
-    def serves(self, batch: int, needed: int, sampled: bool) -> bool:
-        """Whether it is of this batch, and its cache is large enough."""
-        have, slots = self.tokens.shape
-        return have == batch and (self.draws is not None) == sampled and needed <= slots
-
     def begin(self, ids: Tensor, pads: Tensor, temperature: float, seed: int) -> None:
         length = ids.shape[1]
         self.tokens[:, :length] = ids
@@ -151,10 +163,7 @@ class FastLlama:
             str(folder), dtype="auto", local_files_only=True
         )
         if not isinstance(theirs, LlamaForCausalLM):
-            raise WorkshopError(
-                f"model_type {theirs.config.model_type!r}: the fast engine knows only 'llama'; "
-                "take --engine hf or static"
-            )
+            raise WorkshopError(UNKNOWN.format("model_type", theirs.config.model_type, "'llama'"))
         config: Any = theirs.config
         self.config = config
         rope = LlamaRotaryEmbedding(config)
@@ -180,10 +189,7 @@ class FastLlama:
 
         def fused(*names: str) -> Weight:
             whole = torch.cat([read[f"{name}.weight"].to(self.device) for name in names])
-            if not int8:
-                return Weight(whole.to(dtype))
-            values, scale = quantised(whole)
-            return Weight(values, scale[:, 0])
+            return quantised(whole) if int8 else Weight(whole.to(dtype))
 
         self.layers = []
         for index in range(config.num_hidden_layers):
@@ -253,7 +259,7 @@ class FastLlama:
 
     def _next(self, session: Session, x: Tensor) -> Tensor:
         """From the last rows (B, C): writes the next token behind `slot`, which then is its slot;
-        the likeliest one, or one drawn by `draws`."""
+        the most likely one, or one drawn by `draws`."""
         s, ops = session, self.ops
         logits: Tensor = ops.project(x, self.norm, self.head, self.config.rms_norm_eps)
         s.slot.add_(1)
@@ -267,10 +273,13 @@ class FastLlama:
 
     def session(self, batch: int, needed: int, sampled: bool) -> Session:
         """A session with that many slots or more: the last one where it serves, else a new one."""
-        if self._session is None or not self._session.serves(batch, needed, sampled):
-            self._session = None  # its memory is free for the next
-            slots = -(-needed // SLOTS) * SLOTS
-            self._session = Session(self, batch, slots, sampled)
+        if (last := self._session) is not None:
+            rows, slots = last.tokens.shape
+            if (rows, last.draws is not None) == (batch, sampled) and needed <= slots:
+                return last
+        self._session = last = None  # its memory is free for the next
+        slots = -(-needed // SLOTS) * SLOTS
+        self._session = Session(self, batch, slots, sampled)
         return self._session
 
     def generate(
@@ -286,7 +295,7 @@ class FastLlama:
 
         Args:
             ids, mask: tokens and 1 or 0 (B, T), padded on the left.
-            temperature: 0 takes the likeliest token.
+            temperature: 0 takes the most likely token.
             seed: of the first row's draws; row i has `seed + i`.
             on_tokens: called with the tokens (B,) of each step as they come, on the CPU; the host
                 then waits for every one, which costs time.
@@ -318,35 +327,3 @@ class FastLlama:
         ends = torch.isin(new, torch.tensor(self.eos, device=new.device, dtype=new.dtype))
         ended = ends.cumsum(1) - ends.long() > 0
         return new.masked_fill(ended, self.pad), bool(ends.any(1).all())
-
-
-# --- From the folder ------------------------------------------------------------------------------
-
-
-def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values with 128 added, and the fp32 scale (rows, 1) that gives a row's largest weight
-    127."""
-    weight = weight.float()
-    scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
-    return (weight / scale).round().add(128).to(torch.uint8), scale
-
-
-def check(config: Any, rope: Any) -> None:
-    """Raises WorkshopError for a model with parts that this loop does not have.
-
-    Args:
-        rope: Hugging Face's LlamaRotaryEmbedding.
-    """
-    for part, found, known in (
-        ("hidden_act", config.hidden_act, ("silu",)),
-        ("rope_type", rope.rope_type, ROPES),
-        ("rotated dimensions of a head", 2 * len(rope.inv_freq), (config.head_dim,)),
-        ("attention_bias", config.attention_bias, (False,)),
-        ("mlp_bias", config.mlp_bias, (False,)),
-        ("quantization_config", getattr(config, "quantization_config", None), (None,)),
-    ):
-        if found not in known:
-            raise WorkshopError(
-                f"{part} {found!r}: the fast engine knows only {' and '.join(map(repr, known))}; "
-                "take --engine hf or static"
-            )

@@ -32,7 +32,7 @@ if __name__ == "__main__":
 import torch
 
 from labs import shared
-from labs.text_generation import export, models, prompts, proof, request
+from labs.text_generation import export, gate, lm_gen, models, prompts
 from labs.text_generation.models import Loaded
 from workshop import errors, labs, results
 from workshop.arguments import count, parse
@@ -59,9 +59,9 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "hf, tensor parallel": ("--tensor_parallel",),
     "static, compiled, tensor parallel": ("--engine", "static", "--compile", "--tensor_parallel"),
 }
-"""As a run's variant has them; the first is the one that the others are compared with."""
+"""lm_gen.py's flags by the variants' names; the others are compared with the first."""
 COMPILED = ("static, compiled", "deepspeed, kernel injection", "vllm")
-"""Their first process compiles and tunes, or builds kernels."""
+"""Engines whose first process compiles and tunes, or builds kernels."""
 OF_SEVERAL = ("deepspeed", "hf, tensor parallel", "static, compiled, tensor parallel")
 """Engines that several processes can share."""
 SIZES: dict[str, dict[str, Any]] = {
@@ -70,8 +70,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "cpu": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3,
             "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 512},
 }  # fmt: skip
-LONG = {"cuda": 2048, "cpu": 256}
-LONG_NEW = 16
+LONG, LONG_NEW = {"cuda": 2048, "cpu": 256}, 16
 """Tokens of a long prompt, and after it."""
 Shape = tuple[int, int, int]
 """Batch size, tokens of the longest prompt, new tokens."""
@@ -94,7 +93,6 @@ class Study:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    assert __doc__
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -103,29 +101,18 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     number = functools.partial(add, type=count, metavar="N")
-    add(
-        "--engines",
-        nargs="+",
-        choices=ENGINES,
-        default=list(ENGINES),
-        metavar="NAME",
-        help=f"of {', '.join(map(repr, ENGINES))} (default: all)",
-    )
+    add("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="NAME",
+        help=f"of {', '.join(map(repr, ENGINES))} (default: all)")  # fmt: skip
     number("--batch-sizes", nargs="+", default=[1, 8], help="default 1 8")
-    for name, default in (("prompt-tokens", 128), ("num-tokens", 128)):
-        number(f"--{name}", default=default, help=f"default {default}")
-    number(
-        "--long-prompt-tokens",
-        help=f"of the prompts that {LONG_NEW} tokens follow (default 2048, CPU 256)",
-    )
-    number(
-        "--processes",
-        default=1,
-        help="that share a model, a GPU each, in rows of their own (default 1: no such rows)",
-    )
+    number("--prompt-tokens", default=128, help="default 128")
+    number("--num-tokens", default=128, help="default 128")
+    number("--long-prompt-tokens", help=f"of the prompts that {LONG_NEW} tokens follow (default "
+           f"{LONG['cuda']}, CPU {LONG['cpu']})")  # fmt: skip
+    number("--processes", default=1, help="that share a model, a GPU each, in rows of their own "
+           "(default 1: no such rows)")  # fmt: skip
     shared.add_repeats(add)
     add("--device", default="auto", help="auto, cpu or cuda (default auto: GPU if any)")
-    shared.add_output_dir(add, request.LAB)
+    shared.add_output_dir(add, lm_gen.LAB)
     return parser
 
 
@@ -137,15 +124,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(arguments: argparse.Namespace) -> int:
     errors.require("rich", *export.PACKAGES)
-    device = hardware.get_device(arguments.device)
-    _check(arguments, device)
+    device, asked = hardware.get_device(arguments.device), kinds(arguments)
+    there = torch.cuda.device_count()
+    if device.type == "cuda" and arguments.processes > there:
+        raise NotOnThisMachine(f"--processes {arguments.processes}: this machine has {there} GPUs")
+    if not asked:
+        raise WorkshopError("--engines: tensor parallel takes --processes 2 or more")
     folder = results.prepare_folder(arguments.output_dir)
-    shapes = _shapes(arguments, device)
+    long = arguments.long_prompt_tokens or LONG[device.type]
+    shapes = [(n, arguments.prompt_tokens, arguments.num_tokens) for n in arguments.batch_sizes]
+    shapes.append((max(arguments.batch_sizes), long, LONG_NEW))
     with tempfile.TemporaryDirectory() as scratch:
         copied = hardware.measure_copy_gbs(device)
         model = make_model(Path(scratch), device, max(prompt + new for _, prompt, new in shapes))
         study = Study(device, results.new_session(), folder, model, copied)
-        measured = _runs(arguments, study, list(itertools.product(shapes, _kinds(arguments))))
+        measured = _runs(arguments, study, list(itertools.product(shapes, asked)))
         runs, interrupted = shared.told(measured, lambda run: shared.ms_and_gate(run, "a token"))
     groups = list(map(ladder, labs.newest(runs)))
     rows = [row for group in groups for row in group]
@@ -154,62 +147,13 @@ def measure(arguments: argparse.Namespace) -> int:
     return shared.status_of(rows, interrupted)
 
 
-def _check(arguments: argparse.Namespace, device: torch.device) -> None:
-    there = torch.cuda.device_count()
-    if device.type == "cuda" and arguments.processes > there:
-        raise NotOnThisMachine(f"--processes {arguments.processes}: this machine has {there} GPUs")
-    if not _kinds(arguments):
-        raise WorkshopError("--engines: tensor parallel takes --processes 2 or more")
-
-
-def _shapes(arguments: argparse.Namespace, device: torch.device) -> list[Shape]:
-    batches = arguments.batch_sizes
-    long = arguments.long_prompt_tokens or LONG[device.type]
-    ordinary = [(batch, arguments.prompt_tokens, arguments.num_tokens) for batch in batches]
-    return [*ordinary, (max(batches), long, LONG_NEW)]
-
-
-def _kinds(arguments: argparse.Namespace) -> list[Kind]:
+def kinds(arguments: argparse.Namespace) -> list[Kind]:
     alone = [(name, 1) for name in arguments.engines if "tensor parallel" not in name]
     count = arguments.processes
     return alone + [(name, count) for name in arguments.engines if name in OF_SEVERAL and count > 1]
 
 
-def _runs(
-    arguments: argparse.Namespace, study: Study, left: list[tuple[Shape, Kind]]
-) -> Iterator[LabRun]:
-    """Each run as it ends; what did not complete is not tried again."""
-    for which in [*left]:
-        if reason := _missing(which[1][0]):
-            left.remove(which)
-            yield _plan(study, *which).skipped(reason)
-    for repeat in range(arguments.repeats):
-        ordered = left[:: 1 - 2 * (repeat % 2)]
-        alone = [which for which in ordered if _prepares_alone(which[1], repeat)]
-        beside = [which for which in ordered if which not in alone]
-        for chosen, jobs in ((beside, arguments.jobs), (alone, 1)):
-            plans = [_plan(study, *which) for which in chosen]
-            for which, run in zip(chosen, studies.in_turns(plans, jobs), strict=True):
-                if run.status != "complete":
-                    left.remove(which)
-                yield run
-
-
-def _prepares_alone(kind: Kind, repeat: int) -> bool:
-    """Compilers time kernels on the device to choose among them; later processes find the choice in
-    their caches. And processes that wait for each other keep their devices busy."""
-    engine, processes = kind
-    return processes > 1 or (not repeat and engine in COMPILED)
-
-
-def _missing(engine: str) -> str:
-    """Why an engine can't run here; "" if it can, as far as is known."""
-    package = engine.split(", ")[0]
-    try:
-        errors.require(*[package] if package in ("deepspeed", "vllm") else [])
-    except NotOnThisMachine as error:
-        return str(error)
-    return ""
+# --- what is measured ----------------------------------------------------------------------------
 
 
 def make_model(
@@ -247,9 +191,9 @@ def make_model(
 def _reference(model: Path, device: torch.device, int8: bool) -> Loaded:
     """Hugging Face's model; in int8 with the weights that the fast engine has then."""
     flags = ["--model_path", str(model), "--engine", "fast", *["--load_in_8bit"] * int8]
-    arguments, precision = request.build_parser().parse_args(flags), get_precision("auto", device)
-    models.prepare_packages(arguments)
+    precision = get_precision("auto", device)
     set_arithmetic(precision.name)
+    arguments = lm_gen.build_parser().parse_args(flags)
     return models.load(arguments, device, precision, contextlib.ExitStack())
 
 
@@ -260,40 +204,66 @@ def make_prompts(batch: int, size: int, draw: random.Random) -> list[str]:
     return ["".join(draw.choices(string.ascii_letters, k=length)) for length in lengths]
 
 
-def _plan(study: Study, shape: Shape, kind: Kind) -> studies.Plan:
+# --- the runs ------------------------------------------------------------------------------------
+
+
+def _runs(
+    arguments: argparse.Namespace, study: Study, left: list[tuple[Shape, Kind]]
+) -> Iterator[LabRun]:
+    """Each run as it ends."""
+    for shape, kind in [*left]:
+        package = kind[0].split(", ")[0]
+        try:
+            errors.require(*[package] if package in ("deepspeed", "vllm") else [])
+        except NotOnThisMachine as missing:
+            left.remove((shape, kind))
+            yield plan(study, shape, kind).skipped(str(missing))
+
+    def alone(which: tuple[Shape, Kind], repeat: int) -> bool:
+        # Compilers time kernels on the device to choose among them; later processes find the
+        # choice in their caches. And processes that wait for each other keep their devices busy.
+        engine, processes = which[1]
+        return processes > 1 or (not repeat and engine in COMPILED)
+
+    repeats, jobs = arguments.repeats, arguments.jobs
+    yield from shared.alternating(left, repeats, lambda it, _: plan(study, *it), jobs, alone)
+
+
+def plan(study: Study, shape: Shape, kind: Kind) -> studies.Plan:
     (batch, size, new), (engine, processes), model = shape, kind, study.model
-    path = model.parent / f"prompts_{batch}_{size}.txt"  # of these lengths
+    path = model.parent / f"prompts_{batch}_{size}.txt"  # of the timed ones' lengths
     path.write_text("\n".join(make_prompts(batch, size, random.Random(0))), encoding="utf-8")
     precision = get_precision("auto", study.device)
-    variant, first = (f"{precision.name}, {name}" for name in (engine, next(iter(ENGINES))))
     flags = {
         "--model_path": model, "--input_file": path, "--batch_size": batch,
         "--num_tokens": new, "--device": study.device.type, "--copy-gbs": study.copy_gbs,
     }  # fmt: skip
     command = [str(PROGRAM), *ENGINES[engine], *(str(x) for pair in flags.items() for x in pair)]
     planned = lab_record.begin(
-        study.device, precision.name, study.session, request.HIDDEN, command,
-        lab=request.LAB,
+        study.device, precision.name, study.session, lm_gen.HIDDEN, command,
+        lab=lm_gen.LAB,
         subject=f"{model.name}, batch {batch}, {size} + {new} tokens",
-        variant=variant + f", {processes} processes" * (processes > 1),
-        unit="tokens", units_per_step=batch, baseline=first,
+        variant=f"{precision.name}, {engine}" + f", {processes} processes" * (processes > 1),
+        unit="tokens", units_per_step=batch, baseline=f"{precision.name}, {next(iter(ENGINES))}",
     )  # fmt: skip
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     loaded = _reference(model, study.device, "--load_in_8bit" in ENGINES[engine])
     rows = prompts.encode(make_prompts(batch, size, random.SystemRandom()), loaded, new)
-    check = proof.Check(
-        loaded, precision, prompts.batches(rows, batch, loaded.pad), new, plain_loop=engine == "hf"
-    )
+    drawn = prompts.batches(rows, batch, loaded.pad)
+    check = gate.Check(loaded, precision, drawn, new, plain_loop=engine == "hf")
 
     def take_times(run: LabRun, spans: studies.Spans) -> None:
         (times,) = spans
         if len(times) != new:
             raise Closed(f"the process told {len(times)} times of {new} tokens")
-        run.step_ms = times[1:]  # before them lies the pass over the prompts
+        run.step_ms = times[1:]  # the first is the pass over the prompts
 
     return studies.Plan([*launcher, *command], [planned], study.folder, take_times, check)
+
+
+# --- tables --------------------------------------------------------------------------------------
 
 
 def ladder(rows: Sequence[LabRow]) -> list[LabRow]:

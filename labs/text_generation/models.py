@@ -1,58 +1,28 @@
-"""A causal language model and its tokenizer, from a folder on this machine, and an engine on it."""
+"""A causal language model and its tokenizer, from a folder on this machine, and what a token of it
+costs."""
 
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from labs.text_generation import fast, request
-from labs.text_generation.engines import Engine, HuggingFace
-from labs.text_generation.peer_vllm import VLLM
-from labs.text_generation.plain_ops import Weight, matrix
+from labs.text_generation.plain_ops import matrix, quantised
 from workshop.errors import NotOnThisMachine, WorkshopError, require
 from workshop.run import memory
 from workshop.run.precision import Precision
 from workshop.run.torchvision import make_importable
-from workshop.run.trainer import missing_for_compile
 
 POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Policies for accelerate's device maps."""
-PREPARES = "DeepSpeed prepares the model; the first time it compiles for minutes ..."
-
-
-@dataclass
-class Load:
-    """The cost of loading."""
-
-    seconds: float = 0.0
-    peak_mb: float = 0.0
-    """The growth of memory at its peak: the device's; on the CPU the process's."""
-
-
-@contextmanager
-def watched(device: torch.device) -> Iterator[Load]:
-    """Fills in what its block took."""
-    found, start, before = Load(), time.perf_counter(), _process_mb("VmRSS")
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device) / memory.MB
-    yield found
-    found.seconds, peak = time.perf_counter() - start, _process_mb("VmHWM")
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device) / memory.MB
-    found.peak_mb = max(peak - before, 0.0)
+"""accelerate's policies for --device_map."""
 
 
 @dataclass
@@ -68,12 +38,13 @@ class Loaded:
     ends: list[int]
     """The tokens that end a text."""
     spread: str
-    """Over which devices, in words; "" for one."""
-    load: Load
+    """The devices over which it is spread; "" for one."""
+    cost: dict[str, float]
+    """What loading took, as `watched` measures it."""
 
     @property
     def pad(self) -> int:
-        """The token in front of shorter prompts. The mask hides it, so that any will do."""
+        """The token in front of shorter prompts. The mask hides it, so any will do."""
         own = self.tokenizer.pad_token_id
         return int(own) if own is not None else self.ends[0] if self.ends else 0
 
@@ -87,36 +58,36 @@ class Loaded:
         return _bytes(self.model.parameters())
 
 
-def check_map(text: str) -> str | dict[str, Any]:
-    """A `--device_map`: the name of one of accelerate's policies, or a JSON file with the device of
-    each module: a GPU's number, "cpu" or "disk". Raises WorkshopError."""
-    if text in POLICIES:
-        return text
-    path = Path(text)
+@contextmanager
+def watched(device: torch.device) -> Iterator[dict[str, float]]:
+    """Measures its block: seconds, and the growth of memory at its peak in MB, the device's or on
+    a CPU the process's."""
+    cost: dict[str, float] = {}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    start, before = time.perf_counter(), _memory_mb(device, peak=False)
+    yield cost
+    cost["load_s"] = time.perf_counter() - start
+    cost["load_peak_mb"] = max(_memory_mb(device, peak=True) - before, 0.0)
+
+
+def _memory_mb(device: torch.device, *, peak: bool) -> float:
+    if device.type == "cuda":
+        read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
+        return read(device) / memory.MB
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise WorkshopError(
-            f"--device_map {text}: neither one of {', '.join(POLICIES)} nor a JSON file ({error})"
-        ) from None
-    if not isinstance(content, dict):
-        raise WorkshopError(f"--device_map {text}: it should hold an object, module: device")
-    return content
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # another system than Linux
+        return 0.0
+    return int(status.split("VmHWM:" if peak else "VmRSS:")[1].split()[0]) * 1024 / memory.MB
 
 
-def check_folder(folder: Path) -> None:
-    """Raises WorkshopError for what is no model."""
-    if not folder.is_dir():
-        raise WorkshopError(
-            f"--model_path {folder} is no folder: models are read from this machine alone; "
-            "download it first"
-        )
-    if not (folder / "config.json").is_file():
-        raise WorkshopError(f"--model_path {folder} is no model: it has no config.json")
+# --- loading -------------------------------------------------------------------------------------
 
 
-def prepare_packages(arguments: argparse.Namespace) -> None:
-    """Raises NotOnThisMachine where a package is missing that the flags need."""
+def import_transformers(arguments: argparse.Namespace) -> None:
+    """Imports it without network and messages. Raises NotOnThisMachine: a package is missing that
+    the flags need."""
     require("transformers", "tokenizers", "safetensors")
     if arguments.device_map:
         require("accelerate")
@@ -143,81 +114,101 @@ def load(
 
     Raises:
         WorkshopError: the folder is no causal model, or not complete.
+        NotOnThisMachine: a package is missing.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+    folder, int8 = arguments.model_path, arguments.load_in_8bit
+    if not (folder / "config.json").is_file():
+        raise WorkshopError(
+            f"--model_path {folder} is no model: it has no config.json. Models are read from this "
+            "machine alone: download it first"
+        )
+    import_transformers(arguments)
+    from transformers import BitsAndBytesConfig
 
-    folder = arguments.model_path
-    check_folder(folder)
-    dtype = precision.autocast_dtype or torch.float32
-    # Weights of another shape are reported then, as missing ones are.
-    settings: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
-    settings["ignore_mismatched_sizes"] = True
+    settings: dict[str, Any] = {"dtype": precision.autocast_dtype or torch.float32}
     if arguments.device_map:
-        settings["device_map"] = check_map(arguments.device_map)
+        settings["device_map"] = _device_map(arguments.device_map)
         settings["offload_folder"] = cleanup.enter_context(tempfile.TemporaryDirectory())
-    if arguments.load_in_8bit and arguments.engine != "fast":
+    if int8 and arguments.engine != "fast":
         settings["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
         settings.setdefault("device_map", {"": device})
+    with watched(device) as cost:
+        tokenizer, model = _read(folder, settings)
+        if "device_map" not in settings:
+            model.to(device)
+    if int8 and arguments.engine == "fast":
+        _round_weights(model, settings["dtype"])
+    places = getattr(model, "hf_device_map", {})
+    if places:  # accelerate brings tokens from there to the first layer
+        chips = [place for place in places.values() if place not in ("cpu", "disk")]
+        device = torch.device(chips[0] if chips else "cpu")
+    spread = sorted({str(place) for place in places.values()})
+    return Loaded(
+        folder.resolve().name, tokenizer, model.eval(), device, settings["dtype"],
+        _ends(model, tokenizer), ", ".join(spread) if len(spread) > 1 else "", cost,
+    )  # fmt: skip
+
+
+def _read(folder: Path, settings: dict[str, Any]) -> tuple[Any, Any]:
+    """Tokenizer and model."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     own: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    # Weights of another shape are reported then, as missing ones are.
+    reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        with watched(device) as took:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), **own)
-            made: Any = AutoModelForCausalLM.from_pretrained(str(folder), **settings, **own)
-            model, report = made
-            if "device_map" not in settings:
-                model.to(device)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), **own)
+        made: Any = AutoModelForCausalLM.from_pretrained(str(folder), **settings, **reported, **own)
     except ImportError as error:
-        raise NotOnThisMachine(f"--model_path {folder} can't be loaded: {_line(error)}") from None
+        raise NotOnThisMachine(f"--model_path {folder} can't be loaded: {line(error)}") from None
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # each format, and each model, has errors of its own
         raise WorkshopError(
-            f"--model_path {folder} can't be loaded: {_line(error)}; is it a complete causal "
+            f"--model_path {folder} can't be loaded: {line(error)}; is it a complete causal "
             "language model with its tokenizer (with git: `git lfs pull`)?"
         ) from None
-    if missing := sorted(report["missing_keys"]):
+    model, report = made
+    wrong = [*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])]
+    if wrong:
         raise WorkshopError(
-            f"--model_path {folder}: {len(missing)} weights are in no file, such as {missing[0]}: "
-            "download it again"
+            f"--model_path {folder}: {len(wrong)} weights are missing or have another shape than "
+            f"config.json says, such as {min(map(str, wrong))}: download it again"
         )
-    if wrong := sorted(str(key[0]) for key in report["mismatched_keys"]):
+    return tokenizer, model
+
+
+def _device_map(text: str) -> str | dict[str, Any]:
+    """The name of one of accelerate's policies, or a JSON file with the device of each module: a
+    GPU's number, "cpu" or "disk"."""
+    if text in POLICIES:
+        return text
+    try:
+        return dict(json.loads(Path(text).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise WorkshopError(
-            f"--model_path {folder}: {len(wrong)} weights have another shape than config.json "
-            f"says, such as {wrong[0]}: they belong to different models"
-        )
-    if arguments.load_in_8bit and arguments.engine == "fast":
-        _round_weights(model, dtype)
-    places = getattr(model, "hf_device_map", {})
-    spread = ", ".join(sorted({str(place) for place in places.values()}))
-    return Loaded(
-        folder.resolve().name, tokenizer, model.eval(), _entry(places, device), dtype,
-        _ends(model, tokenizer), spread if "," in spread else "", took,
-    )  # fmt: skip
+            f"--device_map {text}: it is not one of {', '.join(POLICIES)}, nor a JSON file with an "
+            f"object, module: device ({error})"
+        ) from None
+
+
+def line(error: Exception) -> str:
+    """An error's first line."""
+    words = str(error).strip().splitlines()
+    return words[0].rstrip(".:") if words else type(error).__name__
 
 
 def _round_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Rounds the weights as our own loop does in int8, which is compared with this model."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            values, scale = fast.quantised(module.weight.detach())
-            rounded = matrix(Weight(values, scale[:, 0]), dtype)
+            rounded = matrix(quantised(module.weight.detach()), dtype)
             module.weight = nn.Parameter(rounded, requires_grad=False)
 
 
-def _line(error: Exception) -> str:
-    words = str(error).strip().splitlines()
-    return words[0].rstrip(".:") if words else type(error).__name__
-
-
-def _entry(places: dict[str, Any], device: torch.device) -> torch.device:
-    """accelerate brings tokens from there to the first layer."""
-    chips = [place for place in places.values() if place not in ("cpu", "disk")]
-    return torch.device(chips[0]) if chips else torch.device("cpu") if places else device
-
-
 def _ends(model: Any, tokenizer: Any) -> list[int]:
-    """As `generate` has them. Of the folder's other settings (sampling, penalties) none is kept: a
-    text follows from the flags."""
+    """The tokens that end a text for `generate`. The folder's other settings (sampling, penalties)
+    are dropped: a text follows from the flags."""
     from transformers import GenerationConfig
 
     found = model.generation_config.eos_token_id
@@ -226,154 +217,12 @@ def _ends(model: Any, tokenizer: Any) -> list[int]:
     return [] if found is None else sorted({found} if isinstance(found, int) else set(found))
 
 
-def _process_mb(line: str) -> float:
-    """The process's memory in MB: now (`VmRSS`), or at its peak (`VmHWM`)."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:  # another system
-        return 0.0
-    return float(status.split(f"{line}:")[1].split()[0]) * 1024 / memory.MB
-
-
-def make_engine(arguments: argparse.Namespace, loaded: Loaded, longest: int) -> tuple[Engine, str]:
-    """The engine, and its name with what it does here. A model that it changes is one of its own:
-    Hugging Face's remains to compare with.
-
-    Args:
-        longest: tokens of a prompt and its continuation.
-    """
-    if arguments.engine == "fast":
-        where = arguments.model_path, loaded.dtype, loaded.device
-        return fast.FastLlama(*where, arguments.load_in_8bit), "fast"
-    if arguments.engine == "deepspeed":
-        return _deepspeed(arguments, loaded, longest)
-    if arguments.engine == "vllm":
-        peer = VLLM(arguments.model_path, loaded.dtype, loaded.ends, loaded.pad, longest)
-        return peer, "vllm"
-    own = loaded.device, loaded.ends, loaded.pad
-    model, words = loaded.model, [arguments.engine]
-    if arguments.tensor_parallel:
-        model = _tensor_parallel(arguments, loaded)
-        words.append("tensor parallel")
-    if arguments.engine == "hf":
-        return HuggingFace(model, *own), ", ".join(words)
-    compiled = _compiles(arguments, loaded)
-    words[1:1] = ["compiled"] * compiled
-    return HuggingFace(model, *own, static=True, compiled=compiled), ", ".join(words)
-
-
-def _compiles(arguments: argparse.Namespace, loaded: Loaded) -> bool:
-    """Whether the steps of the static cache are compiled."""
-    wanted = arguments.compile
-    if wanted is None:
-        wanted = loaded.device.type == "cuda"
-    missing = missing_for_compile(loaded.device) if wanted else None
-    if missing and arguments.compile:
-        raise NotOnThisMachine(f"--compile needs {missing}; install it")
-    return wanted and not missing and not loaded.spread
-
-
-def _again(arguments: argparse.Namespace, loaded: Loaded) -> Any:
-    """The model once more, on the CPU."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        str(arguments.model_path), dtype=loaded.dtype, local_files_only=True
-    ).eval()
-
-
-def _tensor_parallel(arguments: argparse.Namespace, loaded: Loaded) -> nn.Module:
-    """The model, of whose layers' matrices this process keeps its part, by Hugging Face's plan: the
-    first ones are split by outputs, as heads are, and the last ones by inputs. The embedding stays
-    whole."""
-    config: Any = loaded.model.config
-    plan, count = dict(getattr(config, "base_model_tp_plan", None) or {}), request.processes()
-    plan.pop("embed_tokens", None)  # where it makes the logits too, their plan splits the embedding
-    if not plan or not set(plan.values()) <= {"colwise", "rowwise"}:
-        raise WorkshopError(
-            f"--tensor_parallel: Hugging Face has no plan of columns and rows for "
-            f"{config.model_type}; take a Llama, or --engine deepspeed"
-        )
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if heads % count:
-        raise WorkshopError(
-            f"--tensor_parallel: {loaded.name} has {heads} heads of keys, which {count} processes "
-            "can't share evenly"
-        )
-    if loaded.device.type == "cuda":
-        torch.cuda.set_device(loaded.device)
-    dist.init_process_group("nccl" if loaded.device.type == "cuda" else "gloo")
-    model = _again(arguments, loaded)
-    for name, module in model.base_model.named_modules():
-        for pattern, how in plan.items():
-            if fnmatch(name, pattern):
-                _keep_part(module, how, dist.get_rank(), count)
-    parallel: nn.Module = model.to(loaded.device)
-    return parallel
-
-
-def _keep_part(module: Any, how: str, rank: int, count: int) -> None:
-    """Splits by outputs ("colwise"), or by inputs: what the others have of each output is added
-    then."""
-    split = module.weight.chunk(count, 0 if how == "colwise" else 1)
-    module.weight = nn.Parameter(split[rank].contiguous(), requires_grad=False)
-    if module.bias is not None and how == "colwise":
-        module.bias = nn.Parameter(module.bias.chunk(count)[rank].clone(), requires_grad=False)
-    if how == "rowwise":
-        if module.bias is not None and rank:
-            nn.init.zeros_(module.bias)
-        module.register_forward_hook(lambda module, inputs, output: dist.all_reduce(output))
-
-
-@contextmanager
-def deepspeeds_errors(arguments: argparse.Namespace) -> Iterator[None]:
-    """Turns DeepSpeed's errors into a line. It raises any type for what it can't do here: a model,
-    kernels without their compiler."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:
-        if arguments.engine != "deepspeed":
-            raise
-        version = sys.modules["deepspeed"].__version__
-        raise NotOnThisMachine(
-            f"DeepSpeed {version} can't do this here: {type(error).__name__}: {_line(error)}"
-        ) from error
-
-
-def _deepspeed(arguments: argparse.Namespace, loaded: Loaded, longest: int) -> tuple[Engine, str]:
-    import deepspeed
-
-    # On a CPU DeepSpeed sums over processes in shared memory, which it sets up only if this
-    # variable is there: its launcher gives it, torchrun does not, and without it the first sum is
-    # a SIGSEGV.
-    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    print(PREPARES, flush=True)
-    model = _again(arguments, loaded)
-    before = dict(model.named_buffers())
-    with deepspeeds_errors(arguments):
-        engine = deepspeed.init_inference(
-            model,
-            dtype=loaded.dtype,
-            tensor_parallel={"tp_size": request.processes()},
-            replace_with_kernel_inject=arguments.kernel_inject,
-            max_out_tokens=longest,
-        )
-    # It rounds all of the model to bf16, the rotary frequencies too: then positions are wrong.
-    for name, buffer in engine.module.named_buffers():
-        if name in before and before[name].dtype != buffer.dtype:
-            buffer.data = before[name].to(buffer.device)
-    words = ["deepspeed", *["kernel injection"] * arguments.kernel_inject]
-    return HuggingFace(engine.module, loaded.device, loaded.ends, loaded.pad), ", ".join(words)
-
-
 # --- what a token costs --------------------------------------------------------------------------
 
 
 def bytes_read(model: nn.Module) -> int:
-    """The weights that a step needs. Of a table of embeddings it needs a row a prompt, unless the
-    same table makes the logits."""
+    """The weights that a step reads: a table of embeddings counts only if it makes the logits,
+    too."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     read: list[Tensor] = list(model.parameters())
     for module in model.modules():

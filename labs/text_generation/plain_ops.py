@@ -1,5 +1,5 @@
-"""Parts of a pass over a Llama's layers, in plain PyTorch: the CPU's way, and what the
-kernels of triton_ops.py, which has the same functions, are tested against.
+"""Parts of a pass over a Llama's layers, in plain PyTorch: what a CPU runs, and the reference for
+the kernels of triton_ops.py, which has the same functions.
 
 B batch, T prompt, S slots of the cache, C width, D head size, H query heads, K key/value heads,
 V vocabulary, M = rows of activations: B x T in the pass over the prompts, B in a decode step.
@@ -19,6 +19,13 @@ class Weight(NamedTuple):
 
     values: Tensor
     scale: Tensor | None = None
+
+
+def quantised(matrix: Tensor) -> Weight:
+    """The matrix in int8; a row's scale gives its largest weight 127."""
+    matrix = matrix.float()
+    scale = matrix.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+    return Weight((matrix / scale).round().add(128).to(torch.uint8), scale[:, 0])
 
 
 def matrix(weight: Weight, dtype: torch.dtype) -> Tensor:

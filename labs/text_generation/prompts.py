@@ -1,4 +1,4 @@
-"""Prompts: read from a file or a folder, and made into batches."""
+"""Prompts: read from a file or a folder, encoded, and made into batches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from workshop.errors import WorkshopError
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts beside each other, padded on the left: the last token of each is in the last column,
-    which new tokens follow."""
+    """Prompts padded on the left: the last token of each is in the last column, and new tokens
+    follow it."""
 
     first: int
     """The number of its first prompt, from 0."""
@@ -26,42 +26,29 @@ class Batch:
 
 
 def read(path: Path) -> list[str]:
-    """The lines of a file that are not blank, or the files of a folder in the order of their names.
-
-    Raises:
-        WorkshopError: there is none, a file of the folder is empty, or it is no text.
-    """
+    """The lines of a file, or the files of a folder in the order of their names; blank ones are
+    left out. Raises WorkshopError: no prompt is there, or it is not text."""
     try:
         if path.is_dir():
             files = sorted(f for f in path.iterdir() if f.is_file() and f.name[0] != ".")
             texts = [file.read_text(encoding="utf-8").rstrip("\n") for file in files]
-            for file, text in zip(files, texts, strict=True):
-                if not text.strip():
-                    raise WorkshopError(f"--input_file {path}: {file.name} is empty: remove it")
         else:
             texts = path.read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise WorkshopError(f"--input_file {path} can't be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise WorkshopError(f"--input_file {path} is no UTF-8 text") from None
+        raise WorkshopError(f"--input_file {path} is not UTF-8 text") from None
     prompts = [text for text in texts if text.strip()]
     if not prompts:
         raise WorkshopError(
-            f"--input_file {path} has no prompt: give one a line, or one a file of a folder"
+            f"--input_file {path} has no prompt: write one a line, or one a file of a folder"
         )
     return prompts
 
 
 def encode(texts: Sequence[str], loaded: Loaded, new_tokens: int) -> list[tuple[int, ...]]:
-    """Each prompt's tokens.
-
-    Raises:
-        WorkshopError: one has none, or is too long for the model.
-    """
-    found = []
+    """Each prompt's tokens. Raises WorkshopError: one has none, or is too long for the model."""
+    found, limit = [], loaded.positions
     for number, text in enumerate(texts, 1):
         tokens = tuple(loaded.tokenizer(text)["input_ids"])
-        limit = loaded.positions
         if not tokens:
             raise WorkshopError(f"prompt {number} has no token: {text!r:.60}")
         if limit is not None and len(tokens) + new_tokens > limit:

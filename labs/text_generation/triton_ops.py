@@ -195,12 +195,12 @@ def _product(
     batch, columns = x.shape
     rows = weight.values.shape[0] // (1 + gated)
     y = x.new_empty(batch, rows)
-    early, itemsize = starts_early(x.device), weight.values.element_size()
+    itemsize = weight.values.element_size()
     if batch == 1:
         each, block, warps = one_row_tile(columns, itemsize, gated)
         _one_row[(triton.cdiv(rows, each),)](
-            x, *weight, residual, y, rows, columns, norm, eps, each, block, gated, early,
-            num_warps=warps, **launch(early),
+            x, *weight, residual, y, rows, columns, norm, eps, each, block, gated,
+            num_warps=warps, **early(x.device),
         )  # fmt: skip
         return y
     if norm is not None:
@@ -209,8 +209,8 @@ def _product(
     members = max(triton.next_power_of_2(batch), 16 // splits)
     _few_rows[(triton.cdiv(rows, each),)](
         x, *weight, residual, y, rows, columns, batch, columns // splits, each, block, splits,
-        members, gated, early, INTERPRETED, num_warps=warps, num_stages=stages,
-        **launch(early),
+        members, gated, INTERPRETED=INTERPRETED, num_warps=warps, num_stages=stages,
+        **early(x.device),
     )  # fmt: skip
     return y
 
@@ -237,15 +237,14 @@ def few_rows_tile(
     return splits, 64 // splits, 256 // itemsize // (1 + gated), 4, stages
 
 
-def starts_early(device: torch.device) -> bool:
-    """Whether kernels start before the ones before them have ended."""
+def early(device: torch.device) -> dict[str, Any]:
+    """A launch's arguments by which a kernel starts, where the GPU can do that, before the one
+    before it has ended."""
     if device.type != "cuda" or torch.version.hip or gdc_wait is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def launch(early: bool) -> dict[str, Any]:
-    return {"launch_pdl": True} if early else {}
+        return {"EARLY": False}
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True}
 
 
 def project(x: Tensor, norm: Tensor, weight: Weight, eps: float) -> Tensor:
@@ -283,9 +282,8 @@ def _swiglu(both_ptr, y_ptr, columns, BLOCK: tl.constexpr):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = torch.empty_like(x)
-    early = starts_early(x.device)
     block = triton.next_power_of_2(x.shape[1])
-    _rms_norm[(len(x),)](x, weight, y, x.shape[1], eps, block, early, **launch(early))
+    _rms_norm[(len(x),)](x, weight, y, x.shape[1], eps, block, **early(x.device))
     return y
 
 
@@ -417,7 +415,6 @@ def decode_attention(
     batch, _, kv_heads, slots, head_dim = cache.shape
     group = qkv.shape[1] // (kv_heads * head_dim) - 2
     out = qkv.new_empty(batch, group * kv_heads * head_dim)
-    early = starts_early(qkv.device)
     pairs = max(16, triton.next_power_of_2(head_dim // 2))
     chunk = 8192 // pairs
     chunks = triton.cdiv(slots, chunk)
@@ -428,12 +425,12 @@ def decode_attention(
     _decode_attention[(kv_heads, batch, chunks)](
         qkv, cache, slot, pads, frequencies, parts, sums, kv_heads, slots, head_dim**-0.5,
         group, head_dim // 2, max(16, triton.next_power_of_2(group)), pairs, chunk,
-        early, INTERPRETED, num_warps=8, **launch(early),
+        INTERPRETED=INTERPRETED, num_warps=8, **early(qkv.device),
     )  # fmt: skip
     if sums is not None:
         _combine[(out.numel() // head_dim,)](
             parts, sums, out, chunks, head_dim, triton.next_power_of_2(chunks),
-            triton.next_power_of_2(head_dim), early, num_warps=1, **launch(early),
+            triton.next_power_of_2(head_dim), num_warps=1, **early(qkv.device),
         )  # fmt: skip
     return out
 
@@ -506,9 +503,8 @@ def _likeliest(logits_ptr, token_ptr, columns, BLOCK: tl.constexpr, EARLY: tl.co
 
 def likeliest(logits: Tensor) -> Tensor:
     token = torch.empty((len(logits), 1), dtype=torch.int64, device=logits.device)
-    early = starts_early(logits.device)
     block = min(4096, triton.next_power_of_2(logits.shape[1]))
     _likeliest[(len(logits),)](
-        logits, token, logits.shape[1], block, early, num_warps=8, **launch(early)
+        logits, token, logits.shape[1], block, num_warps=8, **early(logits.device)
     )
     return token

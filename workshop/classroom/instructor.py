@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from workshop.collection import Collection, Profile
-from workshop.gate import plausibility
 from workshop.profilers import kernel_file
-from workshop.report import comparisons, studies
+from workshop.show import ladders
 from workshop.tables import markdown_rows as table
 from workshop.versions import ROOT, VERSIONS
 
@@ -28,17 +27,10 @@ def parts(recorded: Collection) -> dict[str, str]:
         *("peak MB", "of it activations and rest", "of peak", "files"),
     )
     profiles = ("version", "size", "a step", "GPU busy", "most of the time", "file")
-    published = ("published row", "what can't be true of it")
     return {
-        "steps": _table(steps, _steps(recorded)),
-        "profiles": _table(profiles, sorted(_profiles(recorded.profiles))),
-        "published tables": _table(published, _published(), texts=2),
+        "steps": table(steps, _steps(recorded), range(2)),
+        "profiles": table(profiles, sorted(_profiles(recorded.profiles)), range(2)),
     }
-
-
-def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]], texts: int = 2) -> str:
-    """Markdown; the first `texts` columns are text, the others numbers."""
-    return table(header, rows, range(texts))
 
 
 def _link(path: Path) -> str:
@@ -47,8 +39,7 @@ def _link(path: Path) -> str:
 
 def _steps(recorded: Collection) -> Iterator[tuple[str, ...]]:
     """Rows of the versions as they are, in processes that passed the gate."""
-    _, of_ladders = studies.split(recorded.runs)
-    for group in comparisons.groups(of_ladders):
+    for group in ladders.ladders(recorded.runs):
         for row, stored in group.pairs():
             is_shown = row.version in VERSIONS and not row.variant and row.step_ms is not None
             if not is_shown or row.config not in _SIZES or row.precision != _PRECISION:
@@ -82,11 +73,3 @@ def _profiles(profiles: Iterable[Profile]) -> Iterator[tuple[str, ...]]:
             ", ".join(f"{name} {ns / table.total_ns:.0%}" for name, ns in largest),
             _link(found.folder / kernel_file.JSON_FILE),
         )
-
-
-def _published() -> Iterator[tuple[str, ...]]:
-    """The answers to the false claim of performance_debugging."""
-    for claim in plausibility.read_claims(PUBLISHED):
-        reasons = [one.removeprefix(f"{claim.name}: ") for one in plausibility.check(claim)]
-        for reason in reasons or ["nothing in it is impossible"]:
-            yield claim.name, reason

@@ -22,8 +22,8 @@ from workshop.errors import DONE, WorkshopError
 from workshop.exercises.frame import Item
 from workshop.gate import parity
 from workshop.gate.parity import ParityReport
-from workshop.report import comparisons, studies
-from workshop.report.pictures import INK, LINE, Chart, Picture
+from workshop.show import drawing, ladders
+from workshop.show.drawing import INK, LINE, Chart
 
 _THEME = (
     "--ink: var(--jp-content-font-color1, currentColor); "
@@ -144,10 +144,10 @@ def image(path: Path, alt: str) -> Shown:
     return Shown(f'<img src="{source}" alt="{html.escape(alt)}" style="{style}">')
 
 
-def picture(drawn: Picture) -> Shown:
-    """A report's picture below its title."""
+def picture(drawn: Chart) -> Shown:
+    """A page's chart below its title."""
     title = f"<p><b>{html.escape(drawn.title)}</b></p>"
-    return Shown(f'<div style="max-width: 50em; {_THEME}">{title}{drawn.markup()}</div>')
+    return Shown(f'<div style="max-width: 50em; {_THEME}">{title}{drawn.markup}</div>')
 
 
 def pictures(folder: Path) -> list[Shown]:
@@ -159,14 +159,16 @@ def pictures(folder: Path) -> list[Shown]:
     """
     collection = Collection([folder])
     collection.refresh()
-    _, of_ladders = studies.split(collection.runs)
-    groups = comparisons.groups(of_ladders or collection.runs)
-    drawn = comparisons.speedup_pictures("all", groups)
+    groups = ladders.ladders(collection.runs)
+    drawn = ladders.speedups(groups)
     for group in groups:
-        drawn += comparisons.section(group, folder).pictures
-    charts = (one for one in drawn if isinstance(one, Chart))
+        drawn += ladders.ladder_section(group, collection.folders).charts
+    charts = (one for one in drawn if not one.as_png)
     # No two drawings of a page may share a name.
-    return [picture(dataclasses.replace(c, name=f"{folder.name}-{c.name}")) for c in charts]
+    return [
+        picture(dataclasses.replace(chart, name=f"{folder.name}-{i}-{chart.name}"))
+        for i, chart in enumerate(charts)
+    ]
 
 
 def gate(reports: Mapping[str, ParityReport]) -> Shown:
@@ -178,8 +180,9 @@ def gate(reports: Mapping[str, ParityReport]) -> Shown:
     """
     alt = "; ".join(f"{label}: {report.summary()}" for label, report in reports.items())
 
-    def draw(figure: Any) -> None:
-        axis = figure.subplots()
+    def draw() -> Any:
+        drawn = drawing.figure(7.5, 1.2 + 0.7 * len(reports))
+        axis = drawn.subplots()
         for place, report in enumerate(reports.values()):
             measures = report.measures.values()
             shares = [min(max(parity.badness(m), _NEAREST), _FARTHEST) for m in measures]
@@ -197,8 +200,8 @@ def gate(reports: Mapping[str, ParityReport]) -> Shown:
         axis.set_xlabel("error, as a share of what is allowed")
         axis.grid(axis="x", color=LINE)
         axis.tick_params(length=0)
+        return drawn
 
     name = f"gate-{'-'.join(reports)}"
     title = "Distance from V1, of logits, loss, loss curve, gradients and movements"
-    height = 1.2 + 0.7 * len(reports)
-    return picture(Chart(name.replace(" ", "-"), title, alt, (), draw, (7.5, height)))
+    return picture(Chart(name.replace(" ", "-"), title, alt, (), draw))

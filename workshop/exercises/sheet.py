@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop.compare.markdown import table
 from workshop.errors import WorkshopError
 from workshop.exercises.frame import CHECK, COPIES
+from workshop.tables import markdown_rows as table
 from workshop.versions import ROOT
 
 README = "README.md"

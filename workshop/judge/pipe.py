@@ -85,7 +85,7 @@ class Pipe:
             raise Ended(f"the process no longer listens ({error})") from None
 
     def receive(self) -> Message:
-        """Waits for the next message. Raises Closed: the other side has ended, or sent no message."""
+        """Waits for the next message. Raises Closed: the other side ended, or sent no message."""
         try:
             line = self._read.readline(MOST_BYTES)
         except ConnectionError:  # it ended with a question unread

@@ -42,7 +42,7 @@ Hear = Callable[[str], object]
 
 
 class Process:
-    """A process that answers questions until the judge ends it; it also ends when the judge does."""
+    """Answers questions until the judge ends it; the process ends with the judge, too."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], hear: Hear = lambda _: None

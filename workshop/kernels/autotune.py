@@ -8,6 +8,7 @@ entries into the tables (each file has its own), then run the tests and workshop
 
 import argparse
 import contextlib
+import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -97,8 +98,7 @@ def _autotune(arguments: argparse.Namespace) -> int:
     device = hardware.get_device("auto")
     precision = get_precision(arguments.precision, device)
     precision.set_matmul_mode()
-    dtype = precision.dtype
-    chosen = [job for job in jobs(preset, dtype, device) if arguments.op in job.name]
+    chosen = [job for job in jobs(preset, precision.dtype, device) if arguments.op in job.name]
     if not chosen:
         raise WorkshopError(f"--op {arguments.op}: no table has this in its name")
     print(f"{arguments.config}, {precision.name}, {hardware.device_name(device)}")
@@ -165,32 +165,38 @@ def describe(outcome: Outcome) -> str:
 # --- the tables ----------------------------------------------------------------------------------
 
 
-def jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
-    """Every table, with the call that a training step of the preset makes of it."""
-    versions.load("v3")
-    for tables in (_norm_jobs, _swiglu_jobs, _heads_jobs, _cross_entropy_jobs):
-        yield from tables(preset, dtype, device)
-
-
 def _row_blocks(*sizes: int) -> list[Any]:
     """One row, a block of it, and warps that have two numbers a lane at least."""
     return [(1, b, w) for b in sizes for w in (2, 4, 8) if b >= 64 * w]
 
 
-def _norm_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
-    norm = sys.modules["triton_rms_norm"]
-    rows, C = preset.batch_size * preset.seq_len, preset.hidden_dim
-    branch, dy = (torch.randn(rows, C, device=device).to(dtype) for _ in range(2))
-    stream = torch.randn(rows, C, device=device)
-    weight = torch.randn(C, device=device)
-    _, total, rstd = norm.add_rms_norm_forward(branch, stream, weight, 1e-5, dtype)
+def jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
+    """Every table, with the call that a training step of the preset makes of it."""
+    versions.load("v3")
+    norm, swiglu, rope, attention, loss = (
+        importlib.import_module(f"triton_{name}")
+        for name in ("rms_norm", "swiglu", "rope", "attention", "cross_entropy")
+    )
+    B, T, C, V = preset.batch_size, preset.seq_len, preset.hidden_dim, preset.vocab_size
+    H, K, F = preset.num_heads, preset.model()["num_kv_heads"], preset.model()["intermediate_dim"]
+    D, rows = C // H, B * T
 
-    def forward() -> Any:
-        return norm.add_rms_norm_forward(branch, stream, weight, 1e-5, dtype)
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, device=device).to(dtype)
 
-    def backward() -> Any:
-        return norm.rms_norm_backward(dy, stream, total, weight, rstd, dtype != stream.dtype)
+    def heads(count: int) -> Tensor:
+        return normal(B, T, count, D).transpose(1, 2)
 
+    # RMSNorm
+    branch, dy = normal(rows, C), normal(rows, C)
+    stream, weight = (normal(*shape, dtype=torch.float32) for shape in ((rows, C), (C,)))
+    forward: Callable[[], Any] = lambda: norm.add_rms_norm_forward(  # noqa: E731
+        branch, stream, weight, 1e-5, dtype
+    )
+    _, total, rstd = forward()
+    backward: Callable[[], Any] = lambda: norm.rms_norm_backward(  # noqa: E731
+        dy, stream, total, weight, rstd, dtype != stream.dtype
+    )
     shapes = list(itertools.product((1024, 2048, 4096, 8192), (8, 16, 32)))
     for name, call, rest in (
         ("FORWARD_BLOCKS", forward, itertools.product((None, 4, 8))),
@@ -201,39 +207,33 @@ def _norm_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device)
     sums = list(itertools.product((128, 256, 512, 1024), (8, 16, 32), (4, 8)))
     yield Job(norm, "SUM_BLOCKS", sums, backward)
 
-
-def _swiglu_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
-    swiglu = sys.modules["triton_swiglu"]
-    rows, F = preset.batch_size * preset.seq_len, preset.model()["intermediate_dim"]
-    gate_up = torch.randn(rows, 2 * F, device=device).to(dtype)
-    dy = torch.randn(rows, F, device=device).to(dtype)
+    # SwiGLU
+    gate_up, dswiglu = normal(rows, 2 * F), normal(rows, F)
     for name, call in (
         ("FORWARD_BLOCKS", lambda: swiglu.swiglu_fused_forward(gate_up)),
-        ("BACKWARD_BLOCKS", lambda: swiglu.swiglu_fused_backward(dy, gate_up)),
+        ("BACKWARD_BLOCKS", lambda: swiglu.swiglu_fused_backward(dswiglu, gate_up)),
     ):
         yield Job(swiglu, name, _row_blocks(512, 1024, 2048, 4096), call)
 
-
-def _heads_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
-    """RoPE's table and attention's."""
-    rope = sys.modules["triton_rope"]
-    attention = sys.modules["triton_attention"]
-    B, T, H = preset.batch_size, preset.seq_len, preset.num_heads
-    K, D = preset.model()["num_kv_heads"], preset.hidden_dim // H
-
-    def heads(count: int) -> Tensor:
-        return torch.randn(B, T, count, D, device=device).to(dtype).transpose(1, 2)
-
-    both = heads(H + K)
-    cos, sin = torch.randn(2, T, D, device=device)
+    # RoPE
+    both, (cos, sin) = heads(H + K), normal(2, T, D, dtype=torch.float32)
     blocks = list(itertools.product((8, 16, 32, 64), (1, 2, 4), (4, 8, 16)))
     turn = lambda: rope.apply_rope_forward(both[:, :H], both[:, H:], cos, sin, False)  # noqa: E731
     yield Job(rope, "BLOCKS", blocks, turn)
 
-    attention.hopper = None  # type: ignore[attr-defined]  # its kernels do not have these tiles
-    scale = D**-0.5
-    q, dout, k, v = heads(H), heads(H), heads(K), heads(K)
-    out, lse = attention.flash_attention_forward(q, k, v, True, scale)
+    yield from _attention_jobs(attention, heads(H), heads(H), heads(K), heads(K))
+
+    # Linear and cross-entropy
+    hidden, head = normal(rows, C, dtype=torch.float32), 0.02 * normal(V, C, dtype=torch.float32)
+    targets = torch.randint(V, (rows,), device=device)
+    call = lambda: loss.linear_cross_entropy_forward(hidden, head, targets, dtype, True)  # noqa: E731
+    yield Job(loss, "BLOCKS", _row_blocks(512, 1024, 2048, 4096, 8192), call)
+
+
+def _attention_jobs(attention: Any, q: Tensor, dout: Tensor, k: Tensor, v: Tensor) -> Iterator[Job]:
+    attention.hopper = None  # its kernels do not have these tiles
+    D, size = q.shape[-1], q.element_size()
+    out, lse = attention.flash_attention_forward(q, k, v, True, D**-0.5)
     sizes = (16, 32, 64, 128)
     tiles = [
         attention.Tile(m, n, warps, stages)
@@ -241,32 +241,19 @@ def _heads_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device
         if 16 * 64 <= m * n <= 128 * 128 and (m * n >= 64 * 64 or warps == 4)
     ]
 
-    def entry_of(name: str) -> Callable[[Any], Any]:
-        present = sys.modules["triton_launch"].tuned(getattr(attention, name))
-        size = q.element_size()
-        return lambda tile: present | {size: present.get(size, {}) | {D: [tile]}}
-
     def forward() -> Any:
-        return attention.flash_attention_forward(q, k, v, True, scale)[0]
+        return attention.flash_attention_forward(q, k, v, True, D**-0.5)[0]
 
     def backward() -> Any:
-        return attention.flash_attention_backward(dout, q, k, v, out, lse, True, scale)
+        return attention.flash_attention_backward(dout, q, k, v, out, lse, True, D**-0.5)
+
+    def entry_of(name: str) -> Callable[[Any], Any]:
+        present = sys.modules["triton_launch"].tuned(getattr(attention, name))
+        return lambda tile: present | {size: present.get(size, {}) | {D: [tile]}}
 
     calls = {"FORWARD_TILES": forward, "DQ_TILES": backward, "DK_DV_TILES": backward}
     for name, call in calls.items():
         yield Job(attention, name, tiles, call, entry_of(name))
-
-
-def _cross_entropy_jobs(
-    preset: presets.Preset, dtype: torch.dtype, device: torch.device
-) -> Iterator[Job]:
-    loss = sys.modules["triton_cross_entropy"]
-    N, C, V = preset.batch_size * preset.seq_len, preset.hidden_dim, preset.vocab_size
-    hidden = torch.randn(N, C, device=device)
-    weight = 0.02 * torch.randn(V, C, device=device)
-    targets = torch.randint(V, (N,), device=device)
-    call = lambda: loss.linear_cross_entropy_forward(hidden, weight, targets, dtype, True)  # noqa: E731
-    yield Job(loss, "BLOCKS", _row_blocks(512, 1024, 2048, 4096, 8192), call)
 
 
 if __name__ == "__main__":

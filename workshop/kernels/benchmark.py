@@ -1,6 +1,6 @@
 """Times V3's kernels and other implementations, forward and backward; correct ones only.
 
-Rivals are each operation's plain version, PyTorch's own operation, torch.compile of the
+The others are each operation's plain version, PyTorch's own operation, torch.compile of the
 plain version, and Liger-Kernel where it is installed. First all results and gradients are compared
 with the plain version in fp64, and later those of a timed call; one that is wrong gets a red row
 and no times. Rates are shown with what a large copy or product reaches on the same device in the
@@ -109,7 +109,7 @@ def _benchmark(arguments: argparse.Namespace) -> int:
     if interrupted:
         print("interrupted: the table holds what was completed", file=sys.stderr)
         return errors.INTERRUPTED
-    ours_failed = any(row.failed for row in measured if row.contender == OURS)
+    ours_failed = any(row.failed for row in measured if row.implementation == OURS)
     return errors.ANSWER_IS_NO if ours_failed else errors.DONE
 
 

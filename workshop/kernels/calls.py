@@ -1,9 +1,9 @@
 """One call of an operation: its arguments, drawn from a seed, and what it gives.
 
-The judge and the contenders' process draw the same numbers from the same seed on the same device.
+The judge and the implementations' process draw the same numbers from one seed on one device.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from workshop.gate.audit import sketch
-from workshop.kernels.cases import BACKWARD, FORWARD, Case, Draw, Function, Tensors
+from workshop.kernels.cases import (
+    BACKWARD,
+    FORWARD,
+    HEADS,
+    NORMAL,
+    WEIGHT,
+    Case,
+    Drawn,
+    Function,
+    Tensors,
+)
 from workshop.run.precision import Precision
 
 GRADIENT = "gradient of "  # and the argument's name
@@ -45,9 +55,12 @@ class Data:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def fresh(self) -> "Data":
-        """A copy with the same strides: some contenders overwrite what they are given."""
-        arguments = (_copy(tensor, tensor.requires_grad) for tensor in self.arguments)
-        return Data(tuple(arguments), tuple(_copy(tensor, False) for tensor in self.upstream))
+        """A copy with the same strides: some implementations overwrite what they are given."""
+        arguments, upstream = (
+            tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in tensors)
+            for tensors in (self.arguments, self.upstream)
+        )
+        return Data(arguments, upstream)
 
     def fill(self, original: "Data", index: int = 0) -> None:
         """Copies values, unseen by autograd, which would forbid a second backward pass. Those that
@@ -58,22 +71,19 @@ class Data:
             tensor.data.copy_(source.data.roll(index) if moves and index else source.data)
 
 
-def _copy(tensor: Tensor, requires_grad: bool) -> Tensor:
-    return tensor.detach().clone().requires_grad_(requires_grad)
-
-
 def draw_data(case: Case, setting: Setting, seed: int) -> Data:
     """Random arguments and upstream gradients, those of heads laid out as the model has them."""
     generator = torch.Generator(setting.device).manual_seed(seed)
-    draw = Draw(setting.device, setting.precision.dtype, generator)
+    how = setting.device, setting.precision.dtype, generator
     arguments = tuple(
-        tensor.requires_grad_(wanted)
-        for tensor, wanted in zip(case.draw(draw), case.differentiable, strict=True)
+        one.draw(*how).requires_grad_(one.differentiable) for one in case.arguments.values()
     )
     results = as_tuple(case.plain(*(tensor.detach().to("meta") for tensor in arguments)))
-    scalar = lambda: draw.weight() * case.upstream_scale  # noqa: E731
-    draws: dict[int, Callable[..., Tensor]] = {4: draw.heads, 0: scalar}
-    upstream = (draws.get(like.dim(), draw.normal)(*like.shape) for like in results)
+    kinds = {4: HEADS, 0: WEIGHT}
+    upstream = (
+        Drawn(kinds.get(like.dim(), NORMAL), tuple(like.shape), case.upstream_scale).draw(*how)
+        for like in results
+    )
     return Data(arguments, tuple(upstream))
 
 
@@ -99,11 +109,12 @@ def gradients(results: Tensors, data: Data, *, retain_graph: bool) -> tuple[Tens
 
 def names(case: Case, phase: str) -> tuple[str, ...]:
     """The names of what a phase gives: results, gradients or both."""
-    wanted = tuple(GRADIENT + name for name in case.arguments if name not in case.constants)
+    wanted = tuple(GRADIENT + name for name in case.differentiable)
     return {FORWARD: case.results, BACKWARD: wanted}.get(phase, (*case.results, *wanted))
 
 
 def outcome(case: Case, function: Function, data: Data) -> Outcome:
+    """Results and gradients of a call."""
     results = as_tuple(function(*data.arguments))
     if [result.shape for result in results] != [upstream.shape for upstream in data.upstream]:
         return dict.fromkeys(names(case, ""))

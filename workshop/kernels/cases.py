@@ -1,9 +1,9 @@
-"""The operations that the benchmark measures, their sizes, and their rivals.
+"""The operations that the benchmark measures, their sizes, and their implementations.
 
 Each function below describes one operation at one size: random arguments, V3's kernel, a plain
-version, which is the reference, the rivals, and the least work that a call must do. The work is
-counted as the field counts it, from sizes alone, so that every contender's rate is a rate for the
-same work: element-wise operations in passes over the tensor, attention and products in FLOPs.
+version, which is the reference, other implementations, and the least work that a call must do. The
+work is counted from sizes alone, so that every rate is one for the same work: element-wise
+operations in passes over the tensor, attention and products in FLOPs.
 
 V3's kernels are imported when one is called, which the judge never does.
 """
@@ -30,45 +30,48 @@ OURS, PLAIN, COMPILED, LIGER = "Triton (V3)", "plain", "torch.compile", "Liger"
 FORWARD, BACKWARD, BOTH, HOST = "forward", "backward", "forward + backward", "host"
 GBS, TFLOPS = "GB/s", "TFLOP/s"
 UNITS = {GBS: 1e9, TFLOPS: 1e12}
+NORMAL, WEIGHT, HEADS, COS, SIN, TARGETS = "normal", "weight", "heads", "cos", "sin", "targets"
 
 Tensors = tuple[Tensor, ...]
 Function = Callable[..., Any]  # of a case's arguments; gives a tensor or a tuple of tensors
 
 
-class Absent(Exception):
-    """A contender that is not on this machine or can't do this case; the text says why."""
+class Skipped(Exception):
+    """An implementation that is not on this machine or can't do this case; the text says why."""
 
 
-@dataclass(frozen=True)
-class Draw:
-    """Random tensors of one case."""
+class Drawn(NamedTuple):
+    """How an argument is drawn.
 
-    device: torch.device
-    dtype: torch.dtype
-    generator: torch.Generator
+    NORMAL numbers, also of HEADS (B, heads, T, D), in memory (B, T, heads, D) as a projection
+    leaves them; WEIGHTs from 0.5 to 1.5: at 1 a forgotten norm weight would not show; the tables
+    COS and SIN, fp32 (T, D) as the model keeps them; TARGETS below `scale`.
+    """
 
-    def normal(self, *shape: int, std: float = 1.0) -> Tensor:
-        numbers = torch.randn(shape, device=self.device, generator=self.generator)
-        return (numbers * std).to(self.dtype)
+    kind: str
+    shape: tuple[int, ...]
+    scale: float = 1.0
 
-    def weight(self, *shape: int) -> Tensor:
-        """Away from 1, at which a forgotten norm weight would not show."""
-        numbers = torch.rand(shape, device=self.device, generator=self.generator)
-        return (numbers + 0.5).to(self.dtype)
+    @property
+    def differentiable(self) -> bool:
+        return self.kind not in (COS, SIN, TARGETS)
 
-    def heads(self, batch: int, heads: int, tokens: int, head_dim: int) -> Tensor:
-        """(B, heads, T, D), in memory (B, T, heads, D) as a projection leaves it."""
-        return self.normal(batch, tokens, heads, head_dim).transpose(1, 2)
-
-    def rope_tables(self, tokens: int, head_dim: int) -> Tensors:
-        """cos and sin, fp32 (T, D) as the model keeps them."""
-        steps = torch.arange(0, head_dim, 2, device=self.device) / head_dim
-        positions = torch.arange(tokens, device=self.device, dtype=torch.float32)
-        angles = torch.outer(positions, ROPE_THETA**-steps).repeat(1, 2)
-        return angles.cos(), angles.sin()
-
-    def targets(self, rows: int, vocab: int) -> Tensor:
-        return torch.randint(vocab, (rows,), device=self.device, generator=self.generator)
+    def draw(self, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+        how: dict[str, Any] = {"device": device, "generator": generator}
+        if self.kind == TARGETS:
+            return torch.randint(int(self.scale), self.shape, **how)
+        if self.kind in (COS, SIN):
+            tokens, head_dim = self.shape
+            steps = torch.arange(0, head_dim, 2, device=device) / head_dim
+            positions = torch.arange(tokens, device=device, dtype=torch.float32)
+            angles = torch.outer(positions, ROPE_THETA**-steps).repeat(1, 2)
+            return angles.cos() if self.kind == COS else angles.sin()
+        if self.kind == WEIGHT:
+            return ((torch.rand(self.shape, **how) + 0.5) * self.scale).to(dtype)
+        if self.kind == HEADS:
+            B, heads, T, D = self.shape
+            return torch.randn(B, T, heads, D, **how).to(dtype).transpose(1, 2)
+        return (torch.randn(self.shape, **how) * self.scale).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -79,20 +82,18 @@ class Case:
     sizes: tuple[int, ...]
     size: str
     """The same in words."""
-    arguments: tuple[str, ...]
+    arguments: dict[str, Drawn]
     results: tuple[str, ...]
-    draw: Callable[[Draw], Tensors]
-    kernel: Function
     plain: Function
+    others: dict[str, Function]
     unit: str
     amounts: Callable[[int], dict[str, float]]
-    """Bytes or FLOPs of each phase that is timed, for tensors of so many bytes an element."""
-    rivals: dict[str, Function] = field(default_factory=dict)
-    constants: tuple[str, ...] = ()
-    """Arguments without a gradient."""
+    """Bytes or FLOPs of each phase that is timed, by the bytes of an element."""
+    constants: tuple[Any, ...] = ()
+    """What V3's operator takes after its tensors."""
     upstream_scale: float = 1.0
     parts: int = 1
-    """The truth is computed in so many parts, where all at once would not fit into memory."""
+    """The number of parts in which the reference is computed, so that it fits into memory."""
     cut: dict[str, int] = field(default_factory=dict)
     """The axis along which an argument or result is cut into them; others are needed whole."""
 
@@ -101,8 +102,13 @@ class Case:
         return tuple(self.amounts(1))
 
     @property
-    def differentiable(self) -> tuple[bool, ...]:
-        return tuple(name not in self.constants for name in self.arguments)
+    def differentiable(self) -> tuple[str, ...]:
+        """The arguments with a gradient."""
+        return tuple(name for name, drawn in self.arguments.items() if drawn.differentiable)
+
+    def kernel(self, *tensors: Tensor) -> Any:
+        """V3's operator."""
+        return getattr(kernels(), self.op)(*tensors, *self.constants)
 
 
 @functools.cache
@@ -113,29 +119,21 @@ def kernels() -> ModuleType:
 
 
 def liger(name: str, *constants: Any) -> Function:
-    """One of Liger-Kernel's autograd functions (signatures as of 0.8.5). A call raises Absent where
-    it is not installed, or there is no GPU for it."""
+    """One of Liger-Kernel's autograd functions (signatures as of 0.8.5). A call raises Skipped
+    where it is not installed, or there is no GPU for it."""
 
     def call(*tensors: Tensor) -> Any:
         if not torch.cuda.is_available():
-            raise Absent("needs a GPU")
+            raise Skipped("needs a GPU")
         try:
             ops = importlib.import_module("liger_kernel.ops")
         except ImportError as error:
-            raise Absent(f"not installed ({error})") from None
+            raise Skipped(f"not installed ({error})") from None
         if not hasattr(ops, name):
-            raise Absent(f"the installed version has no {name}")
+            raise Skipped(f"the installed version has no {name}")
         return getattr(ops, name).apply(*tensors, *constants)
 
     return call
-
-
-def make_case(
-    op: str, sizes: tuple[int, ...], size: str, plain: Function, *constants: Any, **fields: Any
-) -> Case:
-    """The case of V3's operator `op`, which takes the constants after its tensors."""
-    kernel: Function = lambda *tensors: getattr(kernels(), op)(*tensors, *constants)  # noqa: E731
-    return Case(op=op, sizes=sizes, size=size, kernel=kernel, plain=plain, **fields)
 
 
 # --- element-wise and by rows --------------------------------------------------------------------
@@ -143,39 +141,31 @@ def make_case(
 
 def row_case(
     op: str,
-    plain: Function,
     size: tuple[int, int],
     passes: tuple[int, int],
     arguments: tuple[str, ...],
-    *constants: Any,
+    plain: Function,
+    others: dict[str, Function],
     results: tuple[str, ...] = ("y",),
     halves: int = 1,
-    rivals: dict[str, Function],
 ) -> Case:
-    """An operator on tensors (rows, width), all of `halves` times that width, and on the weights of
-    a row if there is a "weight". Forward and backward read and write so many tensors (rows, width)
-    in all."""
+    """An operator on tensors (rows, halves x width), and on the weights of a row if there is a
+    "weight". `passes`: tensors (rows, width) that forward and backward read and write in all."""
     rows, width = size
-    tensors = tuple(name for name in arguments if name != "weight")
-
-    def draw(draw: Draw) -> Tensors:
-        wide = tuple(draw.normal(rows, halves * width) for _ in tensors)
-        return (*wide, *(draw.weight(width) for _ in arguments[len(tensors) :]))
+    drawn = {name: Drawn(NORMAL, (rows, halves * width)) for name in arguments}
+    with_weight = "weight" in arguments
+    if with_weight:
+        drawn["weight"] = Drawn(WEIGHT, (width,))
 
     def amounts(itemsize: int) -> dict[str, float]:
         each = float(rows * width * itemsize)
         return {FORWARD: passes[0] * each, BACKWARD: passes[1] * each}
 
-    return make_case(
-        *(op, size, f"{rows} x {width}", plain, *constants),
-        arguments=arguments,
-        results=results,
-        draw=draw,
-        rivals=rivals,
-        unit=GBS,
-        amounts=amounts,
+    return Case(
+        *(op, size, f"{rows} x {width}", drawn, results, plain, others, GBS, amounts),
+        constants=(EPS,) if with_weight else (),
         parts=min(rows, 8),
-        cut=dict.fromkeys((*tensors, *results), 0),
+        cut=dict.fromkeys([*(name for name in arguments if name != "weight"), *results], 0),
     )
 
 
@@ -185,12 +175,11 @@ def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def rms_norm(rows: int, width: int) -> Case:
     """x (rows, width) -> y. Forward 2 passes (x, y), backward 3 (x, dy, dx)."""
-    rivals: dict[str, Function] = {
+    others: dict[str, Function] = {
         "F.rms_norm": lambda x, weight: F.rms_norm(x, (width,), weight, EPS),
         LIGER: liger("LigerRMSNormFunction", EPS),
     }
-    shape = (rows, width), (2, 3), ("x", "weight")
-    return row_case("rms_norm", plain_norm, *shape, EPS, rivals=rivals)
+    return row_case("rms_norm", (rows, width), (2, 3), ("x", "weight"), plain_norm, others)
 
 
 def add_rms_norm(rows: int, width: int) -> Case:
@@ -207,10 +196,10 @@ def add_rms_norm(rows: int, width: int) -> Case:
         stream = stream + branch
         return F.rms_norm(stream, (width,), weight, EPS), stream
 
+    others = {"add, F.rms_norm": pytorch, LIGER: liger("LigerFusedAddRMSNormFunction", EPS)}
+    sizes, arguments = ((rows, width), (4, 4)), ("branch", "stream", "weight")
     return row_case(
-        *("add_rms_norm", plain, (rows, width), (4, 4), ("branch", "stream", "weight"), EPS),
-        results=("normed", "new stream"),
-        rivals={"add, F.rms_norm": pytorch, LIGER: liger("LigerFusedAddRMSNormFunction", EPS)},
+        "add_rms_norm", *sizes, arguments, plain, others, results=("normed", "new stream")
     )
 
 
@@ -225,37 +214,32 @@ def pytorch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu(rows: int, width: int) -> Case:
     """silu(gate) x up, all (rows, width). Forward 3 passes, backward 5 (gate, up, dy, dgate,
     dup)."""
-    rivals = {"F.silu, product": pytorch_swiglu, LIGER: liger("LigerSiLUMulFunction")}
-    return row_case("swiglu", plain_swiglu, (rows, width), (3, 5), ("gate", "up"), rivals=rivals)
+    others = {"F.silu, product": pytorch_swiglu, LIGER: liger("LigerSiLUMulFunction")}
+    return row_case("swiglu", (rows, width), (3, 5), ("gate", "up"), plain_swiglu, others)
 
 
 def swiglu_fused(rows: int, width: int) -> Case:
     """The same, gate and up being the halves of one (rows, 2 width)."""
-    rivals: dict[str, Function] = {
-        "F.silu, product": lambda gate_up: pytorch_swiglu(*gate_up.chunk(2, dim=-1)),
+
+    def of_halves(function: Function) -> Function:
+        return lambda gate_up: function(*gate_up.chunk(2, dim=-1))
+
+    others = {
+        "F.silu, product": of_halves(pytorch_swiglu),
         LIGER: liger("LigerFusedGateUpSiLUMulFunction"),
     }
-    plain: Function = lambda gate_up: plain_swiglu(*gate_up.chunk(2, dim=-1))  # noqa: E731
-    shape = (rows, width), (3, 5), ("gate_up",)
-    return row_case("swiglu_fused", plain, *shape, halves=2, rivals=rivals)
+    plain, sizes = of_halves(plain_swiglu), ((rows, width), (3, 5))
+    return row_case("swiglu_fused", *sizes, ("gate_up",), plain, others, halves=2)
 
 
 # --- rotary embedding and attention --------------------------------------------------------------
 # Sizes: B batch, T tokens, H query heads, K key/value heads, D head size.
 
 
-def heads_case(
-    op: str,
-    plain: Function,
-    sizes: tuple[int, ...],
-    arguments: tuple[str, ...],
-    *constants: Any,
-    **fields: Any,
-) -> Case:
+def heads_case(op: str, sizes: tuple[int, ...], *described: Any, **more: Any) -> Case:
+    """A case whose size is written as "16 x 512, H16 K8 D64"."""
     B, T, H, K, D = sizes
-    tables = tuple(name for name in arguments if name in ("cos", "sin"))
-    named = op, sizes, f"{B} x {T}, H{H} K{K} D{D}"
-    return make_case(*named, plain, *constants, arguments=arguments, constants=tables, **fields)
+    return Case(op, sizes, f"{B} x {T}, H{H} K{K} D{D}", *described, **more)
 
 
 def apply_rope(B: int, T: int, H: int, K: int, D: int) -> Case:
@@ -266,18 +250,16 @@ def apply_rope(B: int, T: int, H: int, K: int, D: int) -> Case:
         read_and_written = 2 * itemsize * B * T * (H + K) * D
         return dict.fromkeys((FORWARD, BACKWARD), float(read_and_written + 2 * 4 * T * D))
 
+    arguments = {
+        "q": Drawn(HEADS, (B, H, T, D)),
+        "k": Drawn(HEADS, (B, K, T, D)),
+        "cos": Drawn(COS, (T, D)),
+        "sin": Drawn(SIN, (T, D)),
+    }
     rotate = liger("LigerRopeFunction")
-    return heads_case(
-        *("apply_rope", plain_rope, (B, T, H, K, D), ("q", "k", "cos", "sin")),
-        results=("q", "k"),
-        draw=lambda draw: (
-            *(draw.heads(B, heads, T, D) for heads in (H, K)),
-            *draw.rope_tables(T, D),
-        ),
-        rivals={LIGER: lambda q, k, cos, sin: rotate(q, k, cos[None], sin[None])},
-        unit=GBS,
-        amounts=amounts,
-    )
+    others: dict[str, Function] = {LIGER: lambda q, k, cos, sin: rotate(q, k, cos[None], sin[None])}
+    sizes = (B, T, H, K, D)
+    return heads_case("apply_rope", sizes, arguments, ("q", "k"), plain_rope, others, GBS, amounts)
 
 
 def plain_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensors:
@@ -326,13 +308,13 @@ def flash_attention(B: int, T: int, H: int, K: int, D: int) -> Case:
 
         return attend
 
+    arguments = {
+        name: Drawn(HEADS, (B, heads, T, D)) for name, heads in (("q", H), ("k", K), ("v", K))
+    }
+    others = {name: sdpa(backend) for name, backend in SDPA.items()}
     return heads_case(
-        *("flash_attention", plain_attention, (B, T, H, K, D), ("q", "k", "v")),
-        results=("out",),
-        draw=lambda draw: tuple(draw.heads(B, heads, T, D) for heads in (H, K, K)),
-        rivals={name: sdpa(backend) for name, backend in SDPA.items()},
-        unit=TFLOPS,
-        amounts=lambda _: {FORWARD: forward, BACKWARD: 2.5 * forward},
+        *("flash_attention", (B, T, H, K, D), arguments, ("out",), plain_attention, others),
+        *(TFLOPS, lambda _: {FORWARD: forward, BACKWARD: 2.5 * forward}),
         parts=K,
         cut=dict.fromkeys(("q", "k", "v", "out"), 1),
     )
@@ -356,21 +338,18 @@ def qkv_attention(B: int, T: int, H: int, K: int, D: int) -> Case:
 
         return call
 
-    plain, arguments = with_product(plain_attention), ("x", "weight", "cos", "sin")
+    arguments = {
+        "x": Drawn(NORMAL, (B, T, C)),
+        "weight": Drawn(NORMAL, (rows, C), C**-0.5),
+        "cos": Drawn(COS, (T, D)),
+        "sin": Drawn(SIN, (T, D)),
+    }
+    others = {"F.linear, rotation, SDPA": with_product(pytorch_attention)}
+    plain, forward = with_product(plain_attention), product + attention
     return heads_case(
-        *("qkv_attention", plain, (B, T, H, K, D), arguments, H, K),
-        results=("out",),
-        draw=lambda draw: (
-            draw.normal(B, T, C),
-            draw.normal(rows, C, std=C**-0.5),
-            *draw.rope_tables(T, D),
-        ),
-        rivals={"F.linear, rotation, SDPA": with_product(pytorch_attention)},
-        unit=TFLOPS,
-        amounts=lambda _: {
-            FORWARD: product + attention,
-            BACKWARD: 2 * product + 2.5 * attention,
-        },
+        *("qkv_attention", (B, T, H, K, D), arguments, ("out",), plain, others),
+        *(TFLOPS, lambda _: {FORWARD: forward, BACKWARD: 2 * product + 2.5 * attention}),
+        constants=(H, K),
     )
 
 
@@ -387,24 +366,21 @@ def linear_cross_entropy(N: int, C: int, V: int) -> Case:
     def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(hidden @ weight.t(), targets)
 
-    return make_case(
-        *("linear_cross_entropy", (N, C, V), f"{N} x {C} x {V}", plain),
-        arguments=("hidden", "weight", "targets"),
-        constants=("targets",),
-        results=("loss",),
-        draw=lambda draw: (
-            draw.normal(N, C),
-            draw.normal(V, C, std=C**-0.5),  # logits of size 1
-            draw.targets(N, V),
-        ),
-        rivals={
-            "F.linear, F.cross_entropy": lambda hidden, weight, targets: F.cross_entropy(
-                F.linear(hidden, weight), targets
-            ),
-            LIGER: lambda *tensors: by_liger(*tensors)[0],
-        },
-        unit=TFLOPS,
-        amounts=lambda _: {BOTH: 6.0 * N * C * V},
+    def pytorch(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(hidden, weight), targets)
+
+    arguments = {
+        "hidden": Drawn(NORMAL, (N, C)),
+        "weight": Drawn(NORMAL, (V, C), C**-0.5),  # logits of size 1
+        "targets": Drawn(TARGETS, (N,), V),
+    }
+    others = {
+        "F.linear, F.cross_entropy": pytorch,
+        LIGER: lambda *tensors: by_liger(*tensors)[0],
+    }
+    return Case(
+        *("linear_cross_entropy", (N, C, V), f"{N} x {C} x {V}", arguments, ("loss",)),
+        *(plain, others, TFLOPS, lambda _: {BOTH: 6.0 * N * C * V}),
         upstream_scale=float(N),  # as a loss scale does: gradients / N underflow in fp16
     )
 
@@ -451,6 +427,7 @@ _LONG = ((8, 2048, 16, 8, 64), (2, 8192, 16, 8, 64), (1, 16384, 16, 8, 64), (4, 
 _HEAD = ((8192, 1024, 32000), (8192, 1024, 1000))
 _ODD_ROWS = ((13, 72), (5, 257))
 _ODD_HEADS = ((2, 37, 6, 2, 32), (1, 150, 3, 1, 64))
+_ODD_HEAD = ((37, 72, 311), (65, 24, 1000))
 
 OPS = {
     "rms_norm": Sizes(rms_norm, draw_rows, _NORMS, _ODD_ROWS),
@@ -460,9 +437,7 @@ OPS = {
     "swiglu_fused": Sizes(swiglu_fused, draw_rows, _SWIGLU, _ODD_ROWS),
     "flash_attention": Sizes(flash_attention, draw_heads, (_MEDIUM, *_LONG), _ODD_HEADS),
     "qkv_attention": Sizes(qkv_attention, draw_heads, (_MEDIUM, _LONG[0]), _ODD_HEADS),
-    "linear_cross_entropy": Sizes(
-        linear_cross_entropy, draw_head, _HEAD, ((37, 72, 311), (65, 24, 1000))
-    ),
+    "linear_cross_entropy": Sizes(linear_cross_entropy, draw_head, _HEAD, _ODD_HEAD),
 }
 
 

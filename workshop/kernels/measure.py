@@ -1,8 +1,8 @@
 """The judge of the kernels' benchmark: it draws, times, compares and records.
 
-It never runs a contender: these live in a process of their own, all those of a case in one, so that
-they take turns and drift hits all alike. The process gets a seed when it has to use it, and draws
-its arguments from that.
+It never runs an implementation: these have a process of their own, all those of a case together,
+so that they are timed in turn and drift hits all alike. The process gets a seed when it has to use
+it, and draws its arguments from that.
 
 The check: results and every gradient against the plain version in fp64, which the judge computes,
 by relative RMS. The allowance calibrates itself on what the plain version loses at the same
@@ -14,7 +14,7 @@ the process can't know, one call is compared as in the check: if it is wrong, th
 
 What it misses: work that begins when the arguments are there, before "go", or ends after "done",
 when a sketch is asked for; times that are too short by less than TURN_MS, or in fewer than half of
-the turns; false figures of memory and of the host's time; a contender that meddles with another.
+the turns; false figures of memory and of the host's time; an implementation that changes another.
 """
 
 import copy
@@ -42,34 +42,34 @@ from workshop.results import LEAST, MOST, Parity
 from workshop.run import chips, interpreter, timing
 
 MULTIPLE = 2.0
-"""How far from the truth a contender may be, in units of the plain version's own distance."""
+"""An implementation's distance from the reference may be this multiple of the plain version's."""
 ROUNDING_UNITS = 2.0
 """Added to it: roundings of one number, for what the plain version gets by luck."""
 ORDER_OF_SUMS = 2.0**-20
 """And what fp32 sums of some thousand terms differ by when they are added in another order."""
 
 TURN_MS = 2.0
-"""The part of the judge's time of a turn that is not the contender's: two messages, the reading of
-more memory than the cache holds, the launch, and the wait for the device: up to 1.2 ms beside an
+"""The part of the judge's time of a turn in which no implementation runs: two messages, the reading
+of more memory than the cache holds, the launch, and the wait for the device: up to 1.2 ms beside an
 H200. A sample can be understated by as much, and a shorter one can take any time."""
 
 NO_MEMORY = "this device has no memory for the check"
 
 
-def start_contenders(device: torch.device) -> Process:
+def start_process(device: torch.device) -> Process:
     interpreted = {interpreter.VARIABLE: "1"} if device.type == "cpu" else {}
-    return Process.of_module("workshop.kernels.contenders", os.environ | interpreted)
+    return Process.of_module("workshop.kernels.implementations", os.environ | interpreted)
 
 
 # --- the check -------------------------------------------------------------------------------
 
 
 def allowances(
-    case: Case, data: Data, truth: Mapping[str, Tensor], setting: Setting
+    case: Case, data: Data, reference: Mapping[str, Tensor], setting: Setting
 ) -> dict[str, float]:
-    """How far from the plain version in fp64 a contender may be."""
+    """How far from the plain version in fp64 an implementation may be."""
     plain = in_parts(case, data, None)
-    own = {name: relative_rms(plain[name], true) for name, true in truth.items()}
+    own = {name: relative_rms(plain[name], true) for name, true in reference.items()}
     # One tensor's error may be small by luck; the typical one says what the precision costs.
     typical = timing.median(list(own.values()))
     floor = ROUNDING_UNITS * setting.precision.unit_roundoff + ORDER_OF_SUMS
@@ -88,8 +88,8 @@ def in_parts(case: Case, data: Data, dtype: torch.dtype | None) -> dict[str, Ten
         own = [tensors[index % len(tensors)] for tensors in cut]
         own = [x.to(dtype) if dtype and x.is_floating_point() else x for x in own]
         arguments = [
-            tensor.detach().requires_grad_(wanted)
-            for tensor, wanted in zip(own, case.differentiable, strict=False)
+            tensor.detach().requires_grad_(name in case.differentiable)
+            for tensor, name in zip(own, case.arguments, strict=False)
         ]
         part = outcome(case, case.plain, Data(tuple(arguments), tuple(own[len(arguments) :])))
         pieces.append({name: x.detach() for name, x in part.items() if x is not None})
@@ -105,18 +105,18 @@ def compare(
     verdict: Parity,
     found: Mapping[str, Tensor],
     seed: int,
-    truth: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
     allowed: Mapping[str, float],
     where: str = "",
 ) -> None:
-    """Adds to a verdict how far sketches are from the truth.
+    """Adds to a verdict how far sketches are from the reference.
 
     Args:
         seed: of the sketches.
-        truth: the tensors that must be there.
+        reference: the tensors that must be there.
         where: begins each name.
     """
-    for name, true in truth.items():
+    for name, true in reference.items():
         error, limit = math.inf, allowed[name]
         if name in found:
             error = float((found[name] - sketch(true, name, seed)).norm() / true.double().norm())
@@ -138,7 +138,7 @@ def compare(
 
 @dataclass
 class Turns:
-    """One contender's turns in one phase."""
+    """One implementation's turns in one phase."""
 
     run: LabRun
     calls: int
@@ -156,7 +156,7 @@ class Judge:
     """The judge of one case after the other."""
 
     def __init__(self, setting: Setting, rounds: int, blank: LabRun) -> None:
-        """`rounds`: turns of each contender, 0 if nothing is timed; `blank`: how a row begins."""
+        """`rounds`: timed turns of each, 0 if nothing is timed; `blank`: how a row begins."""
         self.setting, self.rounds, self._blank = setting, rounds, blank
         self._process: Process | None = None
         self._asked = ""
@@ -167,7 +167,7 @@ class Judge:
             self._process = None
 
     def measure(self, case: Case) -> list[LabRun]:
-        runs = [self._record(case, name) for name in (OURS, PLAIN, *case.rivals, COMPILED)]
+        runs = [self._record(case, name) for name in (OURS, PLAIN, *case.others, COMPILED)]
         try:
             self._measure(case, runs)
         except Closed as closed:
@@ -194,7 +194,7 @@ class Judge:
         return run
 
     def _ask(self, kind: str, run: LabRun, /, **values: Any) -> Message | str:
-        """The answer, or why the contender refuses."""
+        """The answer, or why the implementation refuses."""
         assert self._process is not None
         self._asked = run.variant
         self._process.ask(kind, name=run.variant, **values)
@@ -204,26 +204,26 @@ class Judge:
     def _measure(self, case: Case, runs: list[LabRun]) -> None:
         self._asked = OURS
         if self._process is None:
-            self._process = start_contenders(self.setting.device)
+            self._process = start_process(self.setting.device)
             precision = self.setting.precision.name
             self._process.ask("setting", device=str(self.setting.device), precision=precision)
         self._process.ask("case", op=case.op, sizes=case.sizes)
         self._process.answer("answered")
         seed = secrets.randbits(62)
         data = draw_data(case, self.setting, seed)
-        truth = in_parts(case, data, torch.float64)
-        allowed = allowances(case, data, truth, self.setting)
+        reference = in_parts(case, data, torch.float64)
+        allowed = allowances(case, data, reference, self.setting)
         self._free_cache()
         for run in runs:
             answer = self._ask("check", run, seed=seed)
             if isinstance(answer, str):
                 run.status, run.error = "failed" if run.variant == OURS else "skipped", answer
                 continue
-            compare(run.gate, *self._sketches(run, None), truth, allowed)
+            compare(run.gate, *self._sketches(run, None), reference, allowed)
             run.gate.reference = "the plain version in float64"
             if run.gate.status == "pass" and answer.values.get("peak_mb"):
                 run.memory_mb = {"peak": _number(answer, "peak_mb")}
-        del data, truth
+        del data, reference
         right = [run for run in runs if run.gate.status == "pass"]
         for phase in (*case.phases, HOST) if self.rounds else ():
             self._time(case, phase, right, allowed)
@@ -237,7 +237,7 @@ class Judge:
         return answer.tensors, seed
 
     def _free_cache(self) -> None:
-        """Leaves the contenders the memory that this process needs no more."""
+        """Leaves the implementations the memory that this process needs no more."""
         if self.setting.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -296,8 +296,8 @@ class Judge:
         data = draw_data(case, self.setting, seed)
         moved = data.fresh()
         moved.fill(data, index)
-        truth = in_parts(case, moved, torch.float64)
-        wanted = {name: truth[name] for name in names(case, phase)}
+        reference = in_parts(case, moved, torch.float64)
+        wanted = {name: reference[name] for name in names(case, phase)}
         compare(run.audit, *found, wanted, allowed, f"timed {phase}: ")
 
     # --- the verdict ---
@@ -339,7 +339,7 @@ class Judge:
 
 
 def _number(answer: Message, name: str) -> float:
-    """A positive number of an answer. Raises Closed: it is none."""
+    """A positive number of an answer. Raises Closed: it is not one."""
     value = answer.values.get(name)
     if not isinstance(value, (int, float)) or not LEAST <= value <= MOST:
         raise Closed(f"the process answered that {name} is {value!r:.40}")
@@ -351,7 +351,7 @@ def add_note(run: LabRun, note: str) -> None:
 
 
 def wrong_times(turns: Turns, phase: str) -> list[str]:
-    """A sentence if a contender's times contradict the judge's in half of the turns or more. In a
+    """A sentence if the process's times contradict the judge's in half of the turns or more. In a
     single one something else may have held it up, and the median does not count that."""
     if 2 * turns.wrong < len(turns.told_ms):
         return []

@@ -30,7 +30,7 @@ class Row(LabRow):
         return self.first.subject.partition(", ")[2]
 
     @property
-    def contender(self) -> str:
+    def implementation(self) -> str:
         return self.first.variant
 
     @property
@@ -88,8 +88,8 @@ class Row(LabRow):
         return rate / self.ceiling if rate and self.ceiling else None
 
     def implausible(self) -> list[str]:
-        """A sentence for each rate that the chip can't reach, of any contender."""
-        where = f"IMPLAUSIBLE: {self.contender} at {self.size}"
+        """A sentence for each rate that the chip can't reach, of any implementation."""
+        where = f"IMPLAUSIBLE: {self.implementation} at {self.size}"
         return [f"{where}, {sentence}" for sentence in self.first.plausibility]
 
 
@@ -107,8 +107,8 @@ def by_op(rows: list[Row]) -> list[list[Row]]:
 
 
 class Best(NamedTuple):
-    """Our operator at one size beside the fastest right contender there: forward and backward pass
-    together."""
+    """Our operator at one size beside the fastest right implementation there, forward and backward
+    pass together."""
 
     ours: Row
     other: Row
@@ -132,8 +132,8 @@ def at_each_size(rows: list[Row]) -> list[Best]:
     found = []
     for subject in dict.fromkeys(row.first.subject for row in rows):
         timed = [row for row in rows if row.first.subject == subject and row.step_ms]
-        others = [row for row in timed if row.contender != OURS]
-        for ours in (row for row in timed if row.contender == OURS and others):
+        others = [row for row in timed if row.implementation != OURS]
+        for ours in (row for row in timed if row.implementation == OURS and others):
             found.append(Best(ours, min(others, key=lambda row: row.step_ms or math.inf)))
     return found
 
@@ -141,7 +141,7 @@ def at_each_size(rows: list[Row]) -> list[Best]:
 def table(group: list[Row]) -> Table:
     first, phases = group[0], list(group[0].amounts)
     together = phases == [BOTH]
-    header = ["size", "contender"]
+    header = ["size", "implementation"]
     if first.timed:
         header += [first.unit, "peak MB"] if together else [f"{p}, {first.unit}" for p in phases]
         header += ["of ceiling", "device / host, µs"]
@@ -153,7 +153,7 @@ def table(group: list[Row]) -> Table:
 
 
 def _cells(row: Row) -> list[str]:
-    texts = [row.size, row.contender]
+    texts = [row.size, row.implementation]
     if row.timed:
         texts += [_rate(row, phase) for phase in row.amounts]
         if BOTH in row.amounts:
@@ -185,13 +185,13 @@ def _notes(rows: list[Row]) -> list[str]:
     found: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if row.note:
-            found.setdefault((row.contender, row.verdict, row.note), []).append(row.size)
+            found.setdefault((row.implementation, row.verdict, row.note), []).append(row.size)
     everywhere = {row.size for row in rows}
     lines = []
-    for (contender, status, note), sizes in found.items():
+    for (name, status, note), sizes in found.items():
         where = "" if set(sizes) == everywhere else f" at {'; '.join(sizes)}"
         verdict = "" if status == PASS else f" {status}"
-        lines.append(f"{contender}{where}{verdict}: {note}")
+        lines.append(f"{name}{where}{verdict}: {note}")
     return lines + [sentence for row in rows for sentence in row.implausible()]
 
 
@@ -210,7 +210,7 @@ def behind(rows: list[Row]) -> list[str]:
     slower = sorted((one for one in found if one.gain < 1), key=lambda one: one.gain)
     lines = [
         f"  {best.ours.op} at {best.ours.size}: {best.ours.step_ms:.4f} ms, "
-        f"{best.other.contender} {best.other.step_ms:.4f} ms ({best.gain:.2f}x)"
+        f"{best.other.implementation} {best.other.step_ms:.4f} ms ({best.gain:.2f}x)"
         for best in slower
     ]
     head = f"{OURS} is the fastest at {len(found) - len(slower)} of {len(found)} sizes"

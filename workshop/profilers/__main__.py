@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +77,13 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _draw(arguments: argparse.Namespace) -> int:
     from workshop.profilers import picture, step_pictures
 
-    trace, target = arguments.path, arguments.output
     part = {"step": arguments.step, "start_ms": arguments.start, "end_ms": arguments.end}
     if not arguments.categories:
-        picture.draw(trace, target, **part)
+        picture.draw(arguments.path, arguments.output, **part)
     elif any(value is not None for value in part.values()):
         raise errors.WorkshopError("--categories shows all steps: leave out --step, --from, --to")
     else:
-        step_pictures.picture(trace, target)
+        step_pictures.picture(arguments.path, arguments.output)
     print(f"Written: {arguments.output}")
     return errors.DONE
 
@@ -99,22 +97,20 @@ def _advise(arguments: argparse.Namespace) -> int:
     from workshop.profilers.names import printable
     from workshop.profilers.show import render_warnings
 
-    warnings, advice = {}, {}
-    for path in map(str, arguments.paths):
-        table = load_with_doubts(Path(path))
-        warnings[path] = table.warnings
-        advice[path] = advisor.advise(table, recorded(Path(path)))
+    content: dict[str, Any] = {"schema_version": 1, "advice": {}, "warnings": {}}
     shown: list[Any] = []
-    for path, found in advice.items():
-        shown.append(Text(printable(path), style="bold"))
-        shown += [*render_warnings(warnings[path]), advisor.render(found)]
-    records = {path: list(map(dataclasses.asdict, found)) for path, found in advice.items()}
-    content = {"schema_version": 1, "advice": records, "warnings": warnings}
+    for path in arguments.paths:
+        table = load_with_doubts(path)
+        found = advisor.advise(table, recorded(path))
+        content["advice"][str(path)] = [dataclasses.asdict(advice) for advice in found]
+        content["warnings"][str(path)] = table.warnings
+        shown.append(Text(printable(str(path)), style="bold"))
+        shown += [*render_warnings(table.warnings), advisor.render(found)]
     return _finish(arguments, "advice.json", content, shown)
 
 
 def _finish(
-    arguments: argparse.Namespace, name: str, content: dict[str, Any], shown: Sequence[Any]
+    arguments: argparse.Namespace, name: str, content: dict[str, Any], shown: list[Any]
 ) -> int:
     """Writes a file to --output-dir, if one was given, and then prints: an output that is closed
     early costs no file."""
@@ -122,13 +118,12 @@ def _finish(
 
     from workshop import results
 
-    target = None
-    if arguments.output_dir is not None:
-        target = results.prepare_folder(arguments.output_dir) / name
-        results.write_json(target, content)
+    folder = arguments.output_dir
+    if folder is not None:
+        results.write_json(results.prepare_folder(folder) / name, content)
     Console().print(*shown, sep="\n")
-    if target is not None:
-        print(f"Written: {target}")
+    if folder is not None:
+        print(f"Written: {folder / name}")
     return errors.DONE
 
 

@@ -2,15 +2,17 @@
 names the version of the workshop, or the lab's flag, that treats it.
 
 A profile shows what ran, not why. So a sentence claims no more than its figures do, and where the
-table does not have them (no timeline, no marker ranges, no counters) there is none.
+table does not have them (no timeline, no marker ranges, no counters) there is no sentence.
+
+A rule returns (finding, sentence, time at stake in ns), or None where it finds nothing. The finding
+that bounds the run gets "-bound" at its end.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,17 +24,19 @@ from workshop.profilers.metrics import (
     LEAST_NS,
     LONGEST_LAUNCH_GAP_NS,
     Figures,
+    calls_of,
     digits,
     duration,
     group,
     is_product,
+    time_of,
 )
 from workshop.profilers.names import display_name, printable
 from workshop.profilers.table import Kernel, KernelTable, Loading
+from workshop.profilers.treatments import ONLY_PROFILE, is_unfused, treatment
 from workshop.results import RunResult
 from workshop.run import flops
 from workshop.run.interpreter import NOT_COMPARABLE
-from workshop.versions import VERSIONS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -70,8 +74,6 @@ either the inputs or the weights two thirds remain."""
 COUNTED = 0.9
 """Share of a group's time: the part whose operations or bytes must be known before their rate is
 given; kernels that only add up partial products count no operations."""
-FEWEST_PASSES = 3
-"""Kernels of an update that goes operation by operation: SGD's is a single one as it is."""
 LEAST_WAITING = 0.01
 """Share of the time: a shorter wait finds the GPU done already, so that it costs nothing more."""
 OWN_WAITS = 2
@@ -85,9 +87,6 @@ _WAIT = re.compile(
     r"(?:cuda|hip)(?:Device|Stream|Event)Synchronize|cu(?:Ctx|Stream|Event)Synchronize"
     r"|(?:cuda|cu|hip)Memcpy(?!\w*Async)"
 )
-# The computation of these kernels is in their template arguments: they follow an I in a mangled
-# name, and are missing in one that rocprofv3 has truncated.
-_UNFUSED = re.compile(r"multi_tensor_apply_kernel[<I](?!.*fused_?adam)", re.IGNORECASE | re.DOTALL)
 _SOFTMAX = re.compile(r"softmax", re.IGNORECASE)
 _LOG_SOFTMAX = re.compile(
     r"log_?softmax"
@@ -119,6 +118,9 @@ class Advice:
     """The time in the profile that it is about."""
 
 
+Found = tuple[str, str, float]
+
+
 def advise(table: KernelTable, record: RunResult | LabRun | None = None) -> list[Advice]:
     """The findings on a kernel table: warnings first, then by the time at stake. Of a lab's profile
     the answers to its guide's questions precede them.
@@ -127,33 +129,22 @@ def advise(table: KernelTable, record: RunResult | LabRun | None = None) -> list
         record: of what was profiled; None for a profile of another program.
     """
     figures = Figures(table, record)
-    if figures.lab:
-        return _of_lab(figures, figures.lab)
-    interpreted = figures.run is not None and figures.run.interpreted
-    faults = (_severed_gradient,) if interpreted else _FAULTS  # the others judge times
-    found = [advice for check in faults for advice in check(figures)]
     unfit = _unfit(figures)
+    if figures.lab:
+        if unfit:
+            return [unfit]
+        answers = [Advice(*answer) for answer in lab_answers.answers(figures, figures.lab)]
+        return [*answers, *_by_stake(_check(figures, _RULES, NOTE))]
+    interpreted = figures.run is not None and figures.run.interpreted
+    faults = _FAULTS[:1] if interpreted else _FAULTS  # the others judge times
+    found = _check(figures, faults, WARNING)
     if unfit:
         found.append(unfit)
     else:
         if any(advice.severity == WARNING for advice in found):
             figures.needed_flops = None  # they were not all done: no rate can be made of them
-        found += [advice for check in _CHECKS for advice in check(figures)]
-    return sorted(found, key=lambda advice: (advice.severity != WARNING, -advice.at_stake_ns))
-
-
-def _of_lab(figures: Figures, lab: LabRun) -> list[Advice]:
-    unfit = _unfit(figures)
-    if unfit:
-        return [unfit]
-    found = [advice for check in _CHECKS for advice in check(figures)]
-    treated = [
-        dataclasses.replace(advice, treatment=treatment) if treatment else advice
-        for advice in found
-        for treatment in [lab_answers.treatment(figures, lab, advice.finding.removesuffix(BOUND))]
-    ]
-    answers = [Advice(*answer) for answer in lab_answers.answers(figures, lab)]
-    return [*answers, *sorted(treated, key=lambda advice: -advice.at_stake_ns)]
+        found += _check(figures, _RULES, NOTE)
+    return _by_stake(found)
 
 
 def headline(advices: Iterable[Advice]) -> Advice | None:
@@ -176,68 +167,101 @@ def render(advices: Sequence[Advice]) -> RenderableType:
     return text
 
 
+def _check(figures: Figures, rules: Iterable[_Rule], severity: str) -> list[Advice]:
+    advices = []
+    for rule in rules:
+        if found := rule(figures):
+            finding, sentence, at_stake_ns = found
+            remedy = treatment(figures, finding)
+            weight = NOTE if finding == _UNPLACED else severity
+            if severity == NOTE and finding == figures.bound:
+                finding += BOUND
+                sentence = f"{finding}: {sentence}"
+            sentence = sentence if finding.endswith(BOUND) else sentence[0].upper() + sentence[1:]
+            advices.append(Advice(finding, sentence, remedy, weight, at_stake_ns))
+    return advices
+
+
+def _by_stake(advices: list[Advice]) -> list[Advice]:
+    return sorted(advices, key=lambda advice: (advice.severity != WARNING, -advice.at_stake_ns))
+
+
+def _unfit(figures: Figures) -> Advice | None:
+    """Why the times say nothing; None if they do."""
+    if figures.run and figures.run.interpreted:
+        return Advice(
+            "interpreted",
+            f"{NOT_COMPARABLE.capitalize()}: Triton's interpreter ran this version's kernels on "
+            "the CPU, so these times say nothing about them.",
+            "Profile it on a GPU; `python -m workshop.kernels.inspect` shows without one what the "
+            "compiler makes of the kernels.",
+        )
+    if figures.launches < FEWEST_CALLS or figures.total_ns < LEAST_NS:
+        return Advice(
+            "too-few",
+            f"Calls in this profile: {figures.launches:,}, of {duration(figures.total_ns)} in all. "
+            "They are too few to be a training step, or to say anything of one.",
+            ONLY_PROFILE,
+        )
+    return None
+
+
 # --- the step is not the training step that it seems to be ---------------------------------------
 
+_UNPLACED = "backward-unplaced"
 
-def _severed_gradient(figures: Figures) -> Iterator[Advice]:
+
+def _severed_gradient(figures: Figures) -> Found | None:
     reached = figures.run.gradients if figures.run else None
     if reached is None or reached.params_with_grad >= reached.params_total:
-        return
-    line = figures.table.timeline
-    yield Advice(
-        "severed-gradient",
+        return None
+    sentence = (
         f"Severed gradient: only {reached.params_with_grad:,} of {reached.params_total:,} "
         f"parameters ({reached.params_with_grad / reached.params_total:.1%}), in "
         f"{reached.tensors_with_grad:,} of {reached.tensors_total:,} tensors, received one. The "
-        "step trains only that part of the model.",
-        _ask_the_gate(figures.run),
-        WARNING,
-        # All of the time is: no other finding is larger.
-        max(figures.total_ns, line.span_ns if line else 0.0),
+        "step trains only that part of the model."
     )
+    line = figures.table.timeline  # all of the time is at stake: no other finding is larger
+    return "severed-gradient", sentence, max(figures.total_ns, line.span_ns if line else 0.0)
 
 
-def _short_backward(figures: Figures) -> Iterator[Advice]:
+def _short_backward(figures: Figures) -> Found | None:
     phases = figures.table.phases_ns
     forward, backward = phases.get("forward", 0.0), phases.get("backward", 0.0)
     trains = figures.run is not None or "backward" in phases or "optimizer" in phases
     if not trains or forward <= 0 or backward >= LEAST_BACKWARD_SHARE * forward:
-        return
+        return None
     reached = figures.run.gradients if figures.run else None
     if reached and reached.params_with_grad == reached.params_total:
-        return  # V3's forward pass computes gradients too: most of all, with a large vocabulary
+        return None  # V3's forward pass computes gradients too: most, with a large vocabulary
     ratio = f"{backward / forward:.2f} of the forward's {figures.time(forward)}"
     outside = figures.total_ns - forward - backward - phases.get("optimizer", 0.0)
     if outside >= LEAST_BACKWARD_SHARE * forward:
-        yield Advice(
-            "backward-unplaced",
+        sentence = (
             f"The kernels in the backward range take {figures.time(backward)}, {ratio}, but "
             f"{figures.time(outside)} lie outside of all ranges: a range belongs to the thread "
             "that opened it, and autograd runs the backward pass on another. The ranges can't show "
-            "whether it is whole.",
-            "run_pytorch_profiler.py places the backward pass right, in each version's folder.",
-            at_stake_ns=outside,
+            "whether it is whole."
         )
-        return
-    yield Advice(
-        "short-backward",
+        return _UNPLACED, sentence, outside
+    sentence = (
         f"The backward pass is all but absent: its kernels take {figures.time(backward)}, {ratio}. "
         "It has twice the forward's products to compute, so a part of it did not run: a severed "
-        "gradient.",
-        _ask_the_gate(figures.run),
-        WARNING,
-        forward,
+        "gradient."
     )
+    return "short-backward", sentence, forward
 
 
-def _missing_products(figures: Figures) -> Iterator[Advice]:
+def _missing_products(figures: Figures) -> Found | None:
     """By the operations that a step must do, where the record has the model's sizes."""
     needed, peak = figures.needed_flops, figures.peak_tflops
     if needed is None or figures.total_ns < LEAST_NS:
-        return
-    counted = _counted_flops(figures)
+        return None
     rate = needed / figures.total_ns / 1e3
-    if counted is not None and counted < LEAST_FLOPS * needed:
+    covered_ns = time_of(k for k in figures.table.kernels if is_product(k) and k.flops)
+    is_counted = covered_ns > 0 and covered_ns >= COUNTED * figures.products_ns
+    counted = sum(kernel.flops or 0.0 for kernel in figures.table.kernels)
+    if is_counted and counted < LEAST_FLOPS * needed:
         facts = (
             f"the profiler counted {digits(counted / 1e12)} TFLOP in {figures.steps:,} steps, "
             f"{counted / needed:.2f} of the {digits(needed / 1e12)}"
@@ -249,120 +273,65 @@ def _missing_products(figures: Figures) -> Iterator[Advice]:
             f"{digits(needed / 1e12)}"
         )
     else:
-        return
-    yield Advice(
-        "missing-products",
-        f"Products are missing: {facts} that the forward and backward pass of this model need. "
-        "Either kernels are missing from the profile, or a part of the backward pass did not run.",
-        "Profile whole steps, as the run_* scripts do: a range of one thread misses the backward "
-        f"pass. {_ask_the_gate(figures.run)}",
-        WARNING,
-        figures.total_ns,
-    )
-
-
-def _counted_flops(figures: Figures) -> float | None:
-    """Operations of all kernels, where counters cover those of the products."""
-    covered_ns = _time(k for k in figures.table.kernels if is_product(k) and k.flops)
-    if covered_ns <= 0 or covered_ns < COUNTED * figures.products_ns:
         return None
-    return sum(kernel.flops or 0.0 for kernel in figures.table.kernels)
+    sentence = (
+        f"Products are missing: {facts} that the forward and backward pass of this model need. "
+        "Either kernels are missing from the profile, or a part of the backward pass did not run."
+    )
+    return "missing-products", sentence, figures.total_ns
 
 
-def _unfit(figures: Figures) -> Advice | None:
-    """Why the times say nothing; None if they do."""
-    if figures.run and figures.run.interpreted:
-        return Advice(
-            "interpreted",
-            f"{_capital(NOT_COMPARABLE)}: Triton's interpreter ran this version's kernels on the "
-            "CPU, so these times say nothing about them.",
-            "Profile it on a GPU; `python -m workshop.kernels.inspect` shows without one what the "
-            "compiler makes of the kernels.",
-        )
-    if figures.launches < FEWEST_CALLS or figures.total_ns < LEAST_NS:
-        return Advice(
-            "too-few",
-            f"Calls in this profile: {figures.launches:,}, of {duration(figures.total_ns)} in all. "
-            "They are too few to be a training step, or to say anything of one.",
-            "Profile whole training steps: --steps N of the run_* scripts.",
-        )
-    return None
+# --- the bound, outside of the kernels -----------------------------------------------------------
 
 
-# --- the bound, outside of the kernels ------------------------------------------------------
-
-
-def _idle(figures: Figures) -> Iterator[Advice]:
+def _idle(figures: Figures) -> Found | None:
     share, line, bound = figures.idle_share, figures.table.timeline, figures.bound
     if share is None or line is None or share < SOMEWHAT_IDLE or bound == "data":
-        return
+        return None
+    calls = {"launch calls": figures.launch_calls, "graph launches": figures.graph_launches}
+    launched = " and ".join(
+        f"{figures.times(call.calls, what)}, {duration(call.total_ns / call.calls)} each"
+        for what, call in calls.items()
+        if call.calls
+    )
     facts = (
         f"the GPU idles {share:.0%} of the time ({duration(line.idle_ns)} of "
         f"{duration(line.span_ns)}). It runs {figures.times(figures.line_launches, 'kernels')}, "
         f"{duration(figures.total_ns / figures.launches)} long on average, with "
-        f"{duration(figures.gap_ns)} between them.{_host_launches(figures)} "
+        f"{duration(figures.gap_ns)} between them.{launched and f' The host makes {launched}.'} "
     )
-    if bound == "launch":
-        still_idle = max(0.0, 1 - PROFILER_SLOWDOWN * line.busy_ns / line.span_ns)
-        facts += (
-            f"The profiler slows the host; were it {PROFILER_SLOWDOWN} times as fast without, the "
-            f"GPU would still idle {still_idle:.0%}."
-        )
-        treatment = [
-            "--cuda-graph captures the step, and one launch replays all of it: it works with every "
-            f"version, and {_where('v4')} does so by default.",
-            *_beyond(figures, v2="{} does the same in fewer kernels."),
-        ]
-    elif bound == "host":
-        why = (
-            "its kernels come out of a graph"
-            if figures.in_graphs
-            else f"gaps of more than {duration(LONGEST_LAUNCH_GAP_NS)} are longer than those"
-        )
-        facts += (
-            f"The GPU waits for the host, and not for ordinary launches ({why}): for data, for "
-            "Python between the steps, or for start-up, in which code is loaded and compiled, if "
-            "the profile covers it."
-        )
-        treatment = [
-            "Look at what the host's threads do in the gaps of the timeline, which "
-            "run_pytorch_profiler.py writes in each version's folder; workshop/run/data.py makes "
-            "all batches before the first step."
-        ]
-    elif bound == "latency":
-        facts += (
-            f"Eager PyTorch takes at least {duration(LAUNCH_NS)} to launch a kernel, and these "
-            f"follow each other every {duration(figures.pace_ns)}: the gaps lie between kernels "
-            "that were launched together, as those of a graph are."
-        )
-        treatment = [
-            "Only fewer kernels, or longer ones, make this less: --batch-size and --config give "
-            "each of them more to do.",
-            *_beyond(figures, v2=_V2_FUSES, v3="{} does more in each kernel of its own.", v4=_V4),
-        ]
-    else:
-        facts += "The profiler slows the host, so a part of this is its own doing."
-        treatment = [
-            "Compare the span of a step here with its time without a profiler, which "
-            "analysis_tools/compare_versions.py measures."
-        ]
-        yield Advice("idle", _capital(facts), treatment[0], at_stake_ns=line.idle_ns)
-        return
-    sentence = f"{bound}{BOUND}: {facts}"
-    yield Advice(bound + BOUND, sentence, " ".join(treatment), at_stake_ns=line.idle_ns)
+    still_idle = max(0.0, 1 - PROFILER_SLOWDOWN * line.busy_ns / line.span_ns)
+    host = (
+        "its kernels come out of a graph"
+        if figures.in_graphs
+        else f"gaps of more than {duration(LONGEST_LAUNCH_GAP_NS)} are longer than those"
+    )
+    why = {
+        "launch": f"The profiler slows the host; were it {PROFILER_SLOWDOWN} times as fast "
+        f"without, the GPU would still idle {still_idle:.0%}.",
+        "host": f"The GPU waits for the host, and not for ordinary launches ({host}): for data, "
+        "for Python between the steps, or for start-up, in which code is loaded and compiled, if "
+        "the profile covers it.",
+        "latency": f"Eager PyTorch takes at least {duration(LAUNCH_NS)} to launch a kernel, and "
+        f"these follow each other every {duration(figures.pace_ns)}: the gaps lie between kernels "
+        "that were launched together, as those of a graph are.",
+        "idle": "The profiler slows the host, so a part of this is its own doing.",
+    }
+    name = bound if bound in why else "idle"
+    return name, facts + why[name], line.idle_ns
 
 
-def _data(figures: Figures) -> Iterator[Advice]:
+def _data(figures: Figures) -> Found | None:
     loading = figures.table.loading
     if loading is None or figures.data_share < LEAST_LOADING:
-        return
+        return None
     rest_ns = loading.span_ns - loading.lost_ns
     wait, rest = (duration(ns / loading.batches) for ns in (loading.wait_ns, rest_ns))
     if loading.in_thread:
-        how, first = "makes the batches there", _WORKERS_FIRST
+        how = "makes the batches there"
         needed = f"num_workers={math.ceil(loading.wait_ns / rest_ns):,} would load as fast"
     else:
-        how, first = "waits for its workers", _MORE_WORKERS_FIRST
+        how = "waits for its workers"
         needed = f"the workers have to load {digits(loading.span_ns / rest_ns)} times as fast"
     idle = loading.gpu_idle_ns
     meanwhile = f" The GPU idles {idle / loading.wait_ns:.0%} of that." if idle else ""
@@ -370,59 +339,48 @@ def _data(figures: Figures) -> Iterator[Advice]:
         f"the main thread spends {loading.wait_ns / loading.span_ns:.0%} of the "
         f"{'step' if figures.steps else 'time'} in the DataLoader, which {how}: {wait} a batch."
         f"{meanwhile} Without this loss the loop takes {rest} a batch: {needed}."
-        f"{_rates(figures, loading, rest_ns)}"
+        f"{_rates(figures.lab, loading, rest_ns) if figures.lab else ''}"
     )
-    yield _of_group(figures, "data", sentence, f"{first} {_CHEAPER_BATCHES}", loading.lost_ns)
+    return "data", sentence, loading.lost_ns
 
 
-def _rates(figures: Figures, loading: Loading, rest_ns: float) -> str:
+def _rates(lab: LabRun, loading: Loading, rest_ns: float) -> str:
     """Rates of a lab's pipeline and model, as its record has them, else by the trace."""
-    lab = figures.lab
-    if lab is None:
-        return ""
     units = lab.units_per_step * loading.batches * 1e9
-    if prepared := _metric(lab, "worker_per_s"):
+    prepared, model = (lab.metrics.get(name) for name in ("worker_per_s", "model_per_s"))
+    if isinstance(prepared, int | float) and prepared > 0:
         source = f"One worker prepares {digits(prepared)}"
     elif loading.in_thread:
         source = f"The main thread makes {digits(units / loading.wait_ns)}"
     else:
         source = f"The workers bring {digits(units / loading.span_ns)}"
-    model = _metric(lab, "model_per_s") or units / rest_ns
-    return f" {source} {lab.unit}/s, the model takes {digits(model)}."
+    known = isinstance(model, int | float) and model > 0
+    rate = float(model) if known and model else units / rest_ns
+    return f" {source} {lab.unit}/s, the model takes {digits(rate)}."
 
 
-def _metric(lab: LabRun, name: str) -> float | None:
-    value = lab.metrics.get(name)
-    return float(value) if isinstance(value, int | float) and value > 0 else None
+def _waits(figures: Figures) -> Found | None:
+    waits, idle = figures.host_calls(_WAIT), figures.idle_share
+    if figures.on_host or waits.calls <= OWN_WAITS + (figures.steps or MANY_WAITS):
+        return None
+    line = figures.table.timeline
+    span = line.span_ns if line else figures.total_ns
+    if waits.total_ns < LEAST_WAITING * span or (idle is not None and idle < IDLE_THAT_WAITS_COST):
+        return None
+    calls = {name: c.calls for name, c in figures.table.host_calls.items() if _WAIT.match(name)}
+    most = sorted(calls, key=lambda name: (-calls[name], name))[:3]
+    names = ", ".join(f"{display_name(name, 40)} {calls[name]:,}" for name in most)
+    sentence = (
+        f"The host waits for the GPU {figures.times(waits.calls, 'times')} (in all: {names}), "
+        f"{figures.time(waits.total_ns)}. A thread that waits launches nothing: once the GPU has "
+        "done what all streams hold, it idles until the next launch reaches it."
+    )
+    return "synchronisations", sentence, min(waits.total_ns, line.idle_ns if line else math.inf)
 
 
-def _host_launches(figures: Figures) -> str:
-    calls = {"launch calls": figures.launch_calls, "graph launches": figures.graph_launches}
-    parts = [
-        f"{figures.times(call.calls, what)}, {duration(call.total_ns / call.calls)} each"
-        for what, call in calls.items()
-        if call.calls
-    ]
-    return f" The host makes {' and '.join(parts)}." if parts else ""
-
-
-def _mixed(figures: Figures) -> Iterator[Advice]:
-    if figures.bound is None:
-        categories = list(figures.table.category_ns().items())[:3]
-        parts = ", ".join(f"{name} {ns / figures.total_ns:.0%}" for name, ns in categories)
-        yield Advice(
-            MIXED,
-            f"No known kind of {figures.calls} bounds this run alone. The largest parts of their "
-            f"time: {parts}.",
-            "Take the findings one by one, the largest first; README.md lists what each version "
-            "does.",
-            at_stake_ns=sum(ns for _, ns in categories),
-        )
-
-
-def _no_timeline(figures: Figures) -> Iterator[Advice]:
+def _no_timeline(figures: Figures) -> Found | None:
     if figures.on_host or figures.table.timeline is not None:
-        return
+        return None
     sentence = (
         f"This table, of {printable(figures.table.tool)}, has no timeline: how long the GPU idles, "
         "and whether launching bounds the run, can't be seen in sums."
@@ -434,30 +392,43 @@ def _no_timeline(figures: Figures) -> Iterator[Advice]:
             f"least {duration(LAUNCH_NS)} to launch one: unless they come out of a graph, this "
             "run is launch-bound."
         )
-    yield Advice(
-        "no-timeline",
-        sentence,
-        "run_pytorch_profiler.py writes a timeline, in each version's folder.",
-    )
+    return "no-timeline", sentence, 0.0
 
 
 # --- where the kernels' time goes ----------------------------------------------------------------
 
 
-def _products(figures: Figures) -> Iterator[Advice]:
+def _is_small(figures: Figures, finding: str, ns: float) -> bool:
+    """Whether it is not worth a sentence: it does not bound the run, and takes a small share."""
+    return finding != figures.bound and ns < LEAST_SHARES[finding] * figures.total_ns
+
+
+def _mixed(figures: Figures) -> Found | None:
+    if figures.bound is not None:
+        return None
+    categories = list(figures.table.category_ns().items())[:3]
+    parts = ", ".join(f"{name} {ns / figures.total_ns:.0%}" for name, ns in categories)
+    sentence = (
+        f"No known kind of {figures.calls} bounds this run alone. The largest parts of their "
+        f"time: {parts}."
+    )
+    return MIXED, sentence, sum(ns for _, ns in categories)
+
+
+def _products(figures: Figures) -> Found | None:
     kind, ns = figures.products, figures.products_ns
     if kind != figures.bound and _is_small(figures, "products", ns):
-        return
+        return None
     both = ((name, figures.groups_ns[name]) for name in ("GEMM", "attention"))
     parts = ", ".join(f"{name} {figures.time(part)}" for name, part in both if part)
     sentence = f"matrix products take {figures.of_all(ns)} ({parts}).{_product_rate(figures)}"
-    yield _of_group(figures, kind, sentence, _product_treatment(figures), ns)
+    return kind, sentence, ns
 
 
 def _product_rate(figures: Figures) -> str:
     """Rate of the products: by counters, else by the operations that the model's sizes ask for."""
     counted = [k for k in figures.table.kernels if is_product(k) and k.flops]
-    ns = _time(counted)
+    ns = time_of(counted)
     if counted and ns >= COUNTED * figures.products_ns > 0:
         operations = sum(kernel.flops or 0.0 for kernel in counted)
         facts = f" The profiler counted {digits(operations / 1e12)} TFLOP in {duration(ns)} of it"
@@ -479,57 +450,25 @@ def _product_rate(figures: Figures) -> str:
     )
 
 
-def _product_treatment(figures: Figures) -> str:
-    run = figures.run
-    if figures.on_host:
-        return (
-            "The CPU's library computes them. Most of what the workshop's versions change lies "
-            "between them: profile on a GPU, where that takes more of the time (README.md)."
-        )
-    if run is None:
-        return (
-            "If they run in fp32, bf16 or tf32 is faster (--precision here); else larger products "
-            f"are: a larger batch, and weights stacked as in {_where('v2')}."
-        )
-    faster = {"fp32": ["tf32", "bf16"], "tf32": ["bf16"]}.get(run.precision)
-    if faster is None:
-        advice = [
-            "What is left is the products' own rate, which is higher for larger ones: "
-            "--batch-size, --config.",
-            *_beyond(figures, v2="{} makes one product of q, k and v, and one of gate and up."),
-        ]
-        return " ".join(advice)
-    rates = figures.peaks.tflops if figures.peaks else {}
-    faster = [name for name in faster if name in rates or not rates]
-    facts = [f"{name} {digits(rates[name])}" for name in (run.precision, *faster) if name in rates]
-    sheet = f" (TFLOP/s on the data sheet: {', '.join(facts)})" if facts else ""
-    return (
-        f"--precision {' or '.join(faster)} uses faster units{sheet}; PERFORMANCE_RESULTS.md "
-        "has every version's times at both."
-    )
-
-
-def _elementwise(figures: Figures) -> Iterator[Advice]:
+def _elementwise(figures: Figures) -> Found | None:
     ns = figures.groups_ns["elementwise"]
-    if figures.bound != "elementwise" and _is_small(figures, "elementwise", ns):
-        return
+    if _is_small(figures, "elementwise", ns):
+        return None
     kernels = [k for k in figures.table.kernels if group(k) == "elementwise"]
     named = {"elementwise": "elementwise", "norm": "norm", "copy": _copies(figures)}
-    by_category = {c: _time(k for k in kernels if k.category == c) for c in named}
+    by_category = {c: time_of(k for k in kernels if k.category == c) for c in named}
     parts = ", ".join(f"{named[c]} {figures.time(part)}" for c, part in by_category.items() if part)
     sentence = (
         f"work that moves memory and computes little takes {figures.of_all(ns)} "
-        f"({parts}), in {figures.times(_calls(kernels), figures.calls)}."
+        f"({parts}), in {figures.times(calls_of(kernels), figures.calls)}."
         f"{_memory_rate(figures, kernels)}"
     )
-    v3 = "{} passes over memory once, in kernels of its own."
-    treatment = _treatment(figures, v2=_V2_FUSES, v3=v3, v4=_V4)
-    yield _of_group(figures, "elementwise", sentence, treatment, ns)
+    return "elementwise", sentence, ns
 
 
 def _memory_rate(figures: Figures, kernels: list[Kernel]) -> str:
     counted = [kernel for kernel in kernels if kernel.bytes]
-    moved, ns = sum(k.bytes or 0.0 for k in counted), _time(counted)
+    moved, ns = sum(k.bytes or 0.0 for k in counted), time_of(counted)
     if not counted or ns <= 0 or ns < COUNTED * figures.groups_ns["elementwise"]:
         return ""
     share, peak = "", figures.peaks.bandwidth_gbs if figures.peaks else 0.0
@@ -541,257 +480,108 @@ def _memory_rate(figures: Figures, kernels: list[Kernel]) -> str:
     )
 
 
-def _device_copies(figures: Figures) -> Iterator[Advice]:
-    copies = [
-        k for k in figures.table.kernels if k.category == "copy" and group(k) == "elementwise"
-    ]
-    ns = _time(copies)
-    if _is_small(figures, "device-copies", ns):
-        return
-    yield Advice(
-        "device-copies",
-        f"{_capital(_copies(figures))} take {_share(figures, ns)}, in "
-        f"{figures.times(_calls(copies), figures.calls)}, and compute nothing: casts to another "
-        "precision, transposed tensors made contiguous, fills.",
-        _treatment(
-            figures,
-            v3="{} reads and writes the products' precision in its own kernels.",
-            v4="{} has the compiler cast in the kernel before or after.",
-        ),
-        at_stake_ns=ns,
-    )
-
-
 def _copies(figures: Figures) -> str:
     return "copies in memory" if figures.on_host else "copies on the device"
 
 
-def _materialised_attention(figures: Figures) -> Iterator[Advice]:
-    ns = _time(k for k in figures.table.kernels if _is_softmax(k))
+def _device_copies(figures: Figures) -> Found | None:
+    copies = [
+        k for k in figures.table.kernels if k.category == "copy" and group(k) == "elementwise"
+    ]
+    ns = time_of(copies)
+    if _is_small(figures, "device-copies", ns):
+        return None
+    sentence = (
+        f"{_copies(figures)} take {figures.share(ns)}, in "
+        f"{figures.times(calls_of(copies), figures.calls)}, and compute nothing: casts to another "
+        "precision, transposed tensors made contiguous, fills."
+    )
+    return "device-copies", sentence, ns
+
+
+def _materialised_attention(figures: Figures) -> Found | None:
+    names = ((kernel, kernel.name[:_LONGEST]) for kernel in figures.table.kernels)
+    softmax = ((kernel, name) for kernel, name in names if _SOFTMAX.search(name))
+    ns = time_of(kernel for kernel, name in softmax if not _LOG_SOFTMAX.search(name))
     small = ns <= 0 or _is_small(figures, "materialised-attention", ns)
     if figures.groups_ns["attention"] or small:
-        return
+        return None
     size = ""
     if figures.run and figures.sizes:
         batch, length = figures.run.batch_size, figures.run.seq_len
         size = f" ({batch:,} x {figures.sizes.num_heads} x {length:,} x {length:,} numbers a layer)"
-    yield Advice(
-        "materialised-attention",
-        f"Softmax {figures.calls} take {_share(figures, ns)}, and nothing runs "
-        f"that is made for attention: the scores{size} go through memory.",
-        _treatment(
-            figures,
-            v2="{} calls F.scaled_dot_product_attention, which keeps them on the chip.",
-            v3="{} does so in a Triton kernel that one can read.",
-        ),
-        at_stake_ns=ns,
+    sentence = (
+        f"Softmax {figures.calls} take {figures.share(ns)}, and nothing runs that is made for "
+        f"attention: the scores{size} go through memory."
     )
+    return "materialised-attention", sentence, ns
 
 
-def _optimizer(figures: Figures) -> Iterator[Advice]:
-    unfused = [k for k in figures.table.kernels if _is_named(k, _UNFUSED)]
-    ns = _time(unfused)
-    if len(unfused) >= FEWEST_PASSES and not _is_small(figures, "optimizer", ns):
+def _optimizer(figures: Figures) -> Found | None:
+    unfused = is_unfused(figures.table)
+    ns, passes = time_of(unfused), ""
+    if unfused and ns >= LEAST_SHARES["optimizer"] * figures.total_ns:
         passes = (
-            f", in {figures.times(_calls(unfused), 'kernels')}: a pass over the parameters for "
+            f", in {figures.times(calls_of(unfused), 'kernels')}: a pass over the parameters for "
             "each of its operations"
         )
-        treatment = f"AdamW(fused=True) makes a single pass: configure_optimizer of {_where('v2')}."
     elif figures.bound == "optimizer":
-        passes, ns = "", figures.groups_ns["optimizer"]
-        treatment = (
-            "An update costs the same however many tokens it follows: a larger --batch-size makes "
-            "it a smaller part (compare the sizes in PERFORMANCE_RESULTS.md)."
-        )
+        ns = figures.groups_ns["optimizer"]
     else:
-        return
-    sentence = (
-        f"the optimizer's update takes {_share(figures, ns)}{passes}.{_least_update(figures)}"
-    )
-    yield _of_group(figures, "optimizer", sentence, treatment, ns)
+        return None
+    sentence = f"the optimizer's update takes {figures.share(ns)}{passes}."
+    if figures.sizes and figures.peaks:
+        each, rate = flops.ADAMW_BYTES_PER_PARAMETER, figures.peaks.bandwidth_gbs
+        moved = flops.parameter_count(figures.sizes) * each
+        sentence += (
+            f" AdamW must move {each} bytes a parameter, {digits(moved / 1e9)} GB: "
+            f"{duration(moved / rate)} at the data sheet's {digits(rate)} GB/s."
+        )
+    return "optimizer", sentence, ns
 
 
-def _least_update(figures: Figures) -> str:
-    """Least time of an update, where the model and the chip are known."""
-    if figures.sizes is None or figures.peaks is None:
-        return ""
-    each, rate = flops.ADAMW_BYTES_PER_PARAMETER, figures.peaks.bandwidth_gbs
-    moved = flops.parameter_count(figures.sizes) * each
-    return (
-        f" AdamW must move {each} bytes a parameter, {digits(moved / 1e9)} GB: "
-        f"{duration(moved / rate)} at the data sheet's {digits(rate)} GB/s."
-    )
-
-
-def _host_copies(figures: Figures) -> Iterator[Advice]:
+def _host_copies(figures: Figures) -> Found | None:
     ns = figures.groups_ns["copy"]
-    if figures.bound != "copy" and _is_small(figures, "copy", ns):
-        return
+    if _is_small(figures, "copy", ns):
+        return None
     copies = [kernel for kernel in figures.table.kernels if group(kernel) == "copy"]
     sentence = (
-        f"copies between host and device take {_share(figures, ns)}, in "
-        f"{figures.times(_calls(copies), 'copies')}."
+        f"copies between host and device take {figures.share(ns)}, in "
+        f"{figures.times(calls_of(copies), 'copies')}."
     )
     if any("pageable" in kernel.name.lower() for kernel in copies):
         sentence += " Some are from or to pageable memory, where a copy holds the host up."
-    treatment = (
-        "Keep on the device what is used again; pin the host's memory and copy with "
-        "non_blocking=True, as Runner does with the batches (workshop/run/trainer.py)."
-    )
-    yield _of_group(figures, "copy", sentence, treatment, ns)
+    return "copy", sentence, ns
 
 
-def _communication(figures: Figures) -> Iterator[Advice]:
+def _communication(figures: Figures) -> Found | None:
     ns, line = figures.groups_ns["communication"], figures.table.timeline
-    if figures.bound != "communication" and _is_small(figures, "communication", ns):
-        return
-    sentence = f"communication between devices takes {_share(figures, ns)}."
+    if _is_small(figures, "communication", ns):
+        return None
+    sentence = f"communication between devices takes {figures.share(ns)}."
     # Communication that the others can't cover, even if none of them overlap, is exposed.
     exposed = line.busy_ns - (figures.total_ns - ns) if line else 0.0
     if exposed > 0:
         sentence += f" At least {figures.time(exposed)} of it pass while nothing else runs."
-    treatment = (
-        "The workshop's versions train on one device and have none. Send gradients in larger "
-        "buckets, while the backward pass still runs: DistributedDataParallel does both."
-    )
-    yield _of_group(figures, "communication", sentence, treatment, ns)
+    return "communication", sentence, ns
 
 
-def _waits(figures: Figures) -> Iterator[Advice]:
-    waits, idle = figures.host_calls(_WAIT), figures.idle_share
-    if figures.on_host or waits.calls <= OWN_WAITS + (figures.steps or MANY_WAITS):
-        return
-    line = figures.table.timeline
-    span = line.span_ns if line else figures.total_ns
-    if waits.total_ns < LEAST_WAITING * span or (idle is not None and idle < IDLE_THAT_WAITS_COST):
-        return
-    calls = {name: c.calls for name, c in figures.table.host_calls.items() if _WAIT.match(name)}
-    most = sorted(calls, key=lambda name: (-calls[name], name))[:3]
-    names = ", ".join(f"{display_name(name, 40)} {calls[name]:,}" for name in most)
-    yield Advice(
-        "synchronisations",
-        f"The host waits for the GPU {figures.times(waits.calls, 'times')} (in all: {names}), "
-        f"{figures.time(waits.total_ns)}. A thread that waits launches nothing: once the GPU has "
-        "done what all streams hold, it idles until the next launch reaches it.",
-        "Leave out of the loop what reads a result on the host: .item(), .cpu(), printing a "
-        "tensor, copies without non_blocking=True. Runner (workshop/run/trainer.py) looks at the "
-        "losses after the run.",
-        at_stake_ns=min(waits.total_ns, line.idle_ns) if line else waits.total_ns,
-    )
-
-
-def _unrecognised(figures: Figures) -> Iterator[Advice]:
+def _unrecognised(figures: Figures) -> Found | None:
     ns = figures.groups_ns["other"]
     if _is_small(figures, "unrecognised", ns):
-        return
+        return None
     longest = next(kernel for kernel in figures.table.kernels if group(kernel) == "other")
-    yield Advice(
-        "unrecognised",
-        f"{_share(figures, ns)} went into {figures.calls} of no category, "
+    sentence = (
+        f"{figures.share(ns)} went into {figures.calls} of no category, "
         f"above all {display_name(longest.name, 60)} ({figures.time(longest.total_ns)}): the other "
-        "shares may be larger than they seem.",
-        "workshop/profilers/categories.py assigns categories by name: add what is missing.",
-        at_stake_ns=ns,
+        "shares may be larger than they seem."
     )
+    return "unrecognised", sentence, ns
 
 
-# --- what they share -----------------------------------------------------------------------------
-
-_WORKERS_FIRST = (
-    "Workers first, as many as there are free cores, with persistent_workers=True, or each epoch "
-    "starts them again."
-)
-_MORE_WORKERS_FIRST = (
-    "More workers first, while there are free cores; a larger prefetch_factor helps only where "
-    "some batches take longer than others."
-)
-_CHEAPER_BATCHES = (
-    "Then cheaper batches: files decoded once and packed into one, augmentation on the GPU "
-    "(pin_memory=True for the copies), or all data kept there."
-)
-_V2_FUSES = "{} has fused forms of norm and attention."
-_V4 = "{} has the compiler join what lies between the products."
-
-
-def _is_small(figures: Figures, finding: str, ns: float) -> bool:
-    return ns < LEAST_SHARES[finding] * figures.total_ns
-
-
-def _of_group(figures: Figures, name: str, sentence: str, treatment: str, ns: float) -> Advice:
-    """A finding about one group of kernels, named "-bound" if it bounds the run.
-
-    Args:
-        sentence: beginning with a small letter.
-    """
-    if name == figures.bound:
-        name += BOUND
-        sentence = f"{name}: {sentence}"
-    else:
-        sentence = _capital(sentence)
-    return Advice(name, sentence, treatment, at_stake_ns=ns)
-
-
-def _where(version: str) -> str:
-    return f"{version.upper()} ({VERSIONS[version].folder}/README.md)"
-
-
-def _beyond(figures: Figures, **sentences: str) -> list[str]:
-    """The sentences, by version, of those that can treat the run: on which its version is not
-    built, and which this kind of machine can time; {} becomes the version's name and README."""
-    built_on, key = set(), figures.run.version if figures.run else None
-    while key is not None:
-        built_on.add(key)
-        key = VERSIONS[key].parent
-    return [
-        sentence.format(_where(version))
-        for version, sentence in sentences.items()
-        if version not in built_on and not (figures.on_host and VERSIONS[version].triton)
-    ]
-
-
-def _treatment(figures: Figures, **sentences: str) -> str:
-    """The sentences of `_beyond` as one text, and another where there are none."""
-    left = f"This is what {_where(figures.run.version)} leaves of it." if figures.run else ""
-    return " ".join(_beyond(figures, **sentences)) or left
-
-
-def _ask_the_gate(run: RunResult | None) -> str:
-    version = f" --version {run.version}" if run else ""
-    return (
-        f"No time of such a step counts. python -m workshop.parity{version} (the gate, "
-        "workshop/gate/parity.py) compares every parameter's gradient with V1's; look for a "
-        "detach(), a no_grad(), a kernel without a backward pass."
-    )
-
-
-def _is_softmax(kernel: Kernel) -> bool:
-    return _is_named(kernel, _SOFTMAX) and not _is_named(kernel, _LOG_SOFTMAX)
-
-
-def _is_named(kernel: Kernel, pattern: re.Pattern[str]) -> bool:
-    return pattern.search(kernel.name, 0, _LONGEST) is not None
-
-
-def _share(figures: Figures, ns: float) -> str:
-    """As in "62% of the kernels' time (12.4 ms a step)"."""
-    return f"{figures.of_all(ns)} ({figures.time(ns)})"
-
-
-def _calls(kernels: Iterable[Kernel]) -> int:
-    return sum(kernel.calls for kernel in kernels)
-
-
-def _time(kernels: Iterable[Kernel]) -> float:
-    return sum(kernel.total_ns for kernel in kernels)
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-_Check = Callable[[Figures], Iterator[Advice]]
-_FAULTS: tuple[_Check, ...] = (_severed_gradient, _short_backward, _missing_products)
-_CHECKS: tuple[_Check, ...] = (
+_Rule = Callable[[Figures], Found | None]
+_FAULTS: tuple[_Rule, ...] = (_severed_gradient, _short_backward, _missing_products)
+_RULES: tuple[_Rule, ...] = (
     _data,
     _idle,
     _mixed,

@@ -5,16 +5,13 @@ are 32, 64 or 128 bytes long; operations from the instructions that the vector a
 issued.
 """
 
-import collections
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 from workshop.profilers.names import printable
-from workshop.profilers.reading import NoNumber, number
 from workshop.profilers.table import Kernel
 
-_MOST = 2.0**64
-"""No counter of the hardware's counts further."""
 _LANES = 64
 """Work-items of a wave: a vector instruction counts once for all of them."""
 _MFMA_UNIT = 512
@@ -28,7 +25,8 @@ _FLOPS = {
     for instruction, operations in _VECTOR_OPERATIONS.items()
 } | {f"{_MATRIX}{dtype}": float(_MFMA_UNIT) for dtype in ("F16", "BF16", "F32", "F64")}
 """Operations for each count, by counter."""
-_FLOPS_OF_NEWER_CHIPS = {f"{_MATRIX}{dtype}": float(_MFMA_UNIT) for dtype in ("F8", "F6F4")}
+_ALL_FLOPS = _FLOPS | {f"{_MATRIX}{dtype}": float(_MFMA_UNIT) for dtype in ("F8", "F6F4")}
+"""Those that only newer chips have too."""
 _FETCHED_KIB = ("FETCH_SIZE", "FetchSize")
 _WRITTEN_KIB = ("WRITE_SIZE", "WriteSize")
 _REQUESTS = re.compile(r"TCC_(EA0?_(RD|WR)REQ(_32B|_64B|_128B)?|BUBBLE)(_sum)?")
@@ -39,13 +37,16 @@ _CHANNEL = re.compile(r"\[\d+\]$")
 _BINARY_SUFFIX = re.compile(r"(\s*\[clone [^\]]*\]|\s*\(\.kd\)|\.kd)+$")
 _OPENING = {")": "(", ">": "<"}
 
+_Sums = dict[str, tuple[float, int]]
+"""Total and number of dispatches, by counter."""
+
 
 def is_used(counter: str) -> bool:
     """Whether bytes or operations follow from a counter, or from one channel of it as in
     "TCC_EA0_RDREQ[3]"."""
     name = _CHANNEL.sub("", counter)
-    known = name in _FLOPS or name in _FLOPS_OF_NEWER_CHIPS
-    return known or name in _FETCHED_KIB + _WRITTEN_KIB or _REQUESTS.fullmatch(name) is not None
+    known = name in _ALL_FLOPS or name in _FETCHED_KIB + _WRITTEN_KIB
+    return known or _REQUESTS.fullmatch(name) is not None
 
 
 def plain_name(kernel: str) -> str:
@@ -58,24 +59,15 @@ def short_name(kernel: str) -> str:
     template arguments and parameters."""
     name = plain_name(kernel).rstrip()
     while name and name[-1] in _OPENING:
-        opening = _matching(name)
-        if opening <= 0:
-            break
-        name = name[:opening].rstrip()
-    return re.split(r"[ :]", name)[-1] or kernel
-
-
-def _matching(name: str) -> int:
-    """Where the bracket opens that the name ends with; -1 if nowhere."""
-    closing, depth = name[-1], 0
-    for index in range(len(name) - 1, -1, -1):
-        if name[index] == closing:
-            depth += 1
-        elif name[index] == _OPENING[closing]:
-            depth -= 1
+        closing, depth = name[-1], 0
+        for index in range(len(name) - 1, -1, -1):
+            depth += (name[index] == closing) - (name[index] == _OPENING[closing])
             if not depth:
-                return index
-    return -1
+                break
+        if depth or not index:  # it opens nowhere, or nothing is before it
+            break
+        name = name[:index].rstrip()
+    return re.split(r"[ :]", name)[-1] or kernel
 
 
 class Counters:
@@ -88,37 +80,31 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, dict[str, tuple[float, int]]] = {}
+        self._sums: defaultdict[str, _Sums] = defaultdict(dict)
         self._collected: set[str] = set()
         self._ambiguous = 0
         self._lengths_unknown = False
 
-    def add(self, kernel: str, counter: str, value: str | float | None) -> None:
-        """Adds a counter's value for one dispatch, or for one channel in it. Raises NoNumber: it is
-        none that a counter could have."""
-        counter, counted = printable(counter), number(value)
-        if not 0 <= counted <= _MOST:
-            raise NoNumber(f"{counter} is {value!r:.40}")
+    def add(self, kernel: str, counter: str, value: float) -> None:
+        """Adds a counter's value, at least 0, for one dispatch, or for one channel in it."""
+        counter = printable(counter)
         self._collected.add(_CHANNEL.sub("", counter))
-        of_kernel = self._sums.setdefault(printable(kernel), {})
-        total, dispatches = of_kernel.get(counter, (0.0, 0))
-        of_kernel[counter] = total + counted, dispatches + 1
-
-    def __bool__(self) -> bool:
-        return bool(self._collected)
+        sums = self._sums[printable(kernel)]
+        total, dispatches = sums.get(counter, (0.0, 0))
+        sums[counter] = total + value, dispatches + 1
 
     def fill(self, kernels: Iterable[Kernel]) -> None:
         """Sets the bytes and operations of the kernels that have counters.
 
-        Kernels are the same if their names are, but for what marks the binary's symbol, or else if
-        one name is the other's short name: one tool truncates names where another does not.
+        Kernels are the same if their names are, except for what marks the binary's symbol, or else
+        if one name is the other's short name: one tool truncates names where another does not.
         """
         kernels = list(kernels)
-        by_name, by_short_name = collections.defaultdict(list), collections.defaultdict(list)
+        by_name, by_short_name = defaultdict(list), defaultdict(list)
         for name, sums in self._sums.items():
             by_name[plain_name(name)].append(sums)
             by_short_name[short_name(name)].append(sums)
-        sharing = collections.Counter(short_name(kernel.name) for kernel in kernels)
+        sharing = Counter(short_name(kernel.name) for kernel in kernels)
         for kernel in kernels:
             name, short = plain_name(kernel.name), short_name(kernel.name)
             found = by_name.get(name, [])
@@ -139,10 +125,8 @@ class Counters:
         Args:
             device: the GPU's name, where the tool gives it.
         """
-        if not self:
-            return []
         sentences = []
-        if not any(is_used(counter) for counter in self._collected):
+        if self._collected and not any(is_used(counter) for counter in self._collected):
             sentences.append(
                 "neither bytes nor operations follow from the counters that were collected "
                 f"({_some(sorted(self._collected))})"
@@ -174,32 +158,33 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def _means(sums: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+def _means(found: Iterable[_Sums]) -> dict[str, float]:
     """By counter, over all of the dispatches; those of a counter's channels are added up."""
-    totals: dict[str, tuple[float, int]] = {}
-    for one in sums:
-        for counter, (value, dispatches) in one.items():
+    totals: _Sums = {}
+    for sums in found:
+        for counter, (value, dispatches) in sums.items():
             total, count = totals.get(counter, (0.0, 0))
             totals[counter] = total + value, count + dispatches
-    means: dict[str, float] = {}
+    means: defaultdict[str, float] = defaultdict(float)
     for counter, (total, count) in totals.items():
-        name = _CHANNEL.sub("", counter)
-        means[name] = means.get(name, 0.0) + total / count
-    return means
+        means[_CHANNEL.sub("", counter)] += total / count
+    return dict(means)
 
 
 def _flops(means: Mapping[str, float]) -> float | None:
     """Operations of a dispatch; None without any counter of the matrix units: what the vector
     units do is next to nothing in a product."""
-    factors = {c: n for c, n in (_FLOPS | _FLOPS_OF_NEWER_CHIPS).items() if c in means}
-    if not any(counter.startswith(_MATRIX) for counter in factors):
+    if not any(counter.startswith(_MATRIX) for counter in means.keys() & _ALL_FLOPS.keys()):
         return None
-    return sum(factor * means[counter] for counter, factor in factors.items())
+    return sum(factor * means[c] for c, factor in _ALL_FLOPS.items() if c in means)
 
 
 def _bytes(means: Mapping[str, float]) -> float | None:
     """Bytes that a dispatch reads and writes; None unless both are known."""
-    read, written = _read_bytes(means), _written_bytes(means)
+    read, written = _read_bytes(means), _kib(means, _WRITTEN_KIB)
+    total, long = _requests(means, "WRREQ"), _requests(means, "WRREQ_64B")
+    if written is None and total is not None and long is not None:
+        written = 64 * long + 32 * (total - long)
     if read is None or written is None or min(read, written) < 0:
         return None
     return read + written
@@ -210,16 +195,14 @@ def _read_bytes(means: Mapping[str, float]) -> float | None:
     by_length = _reads_by_length(means)
     if by_length is not None:
         return sum(length * requests for length, requests in by_length.items())
-    for counter in _FETCHED_KIB:
-        if counter in means:
-            return 1024 * means[counter]
+    fetched = _kib(means, _FETCHED_KIB)
     total, short = _requests(means, "RDREQ"), _requests(means, "RDREQ_32B")
     # Request sizes depend on the chip: MI200 counts under "EA" and has no longer
     # ones; later chips count under "EA0", and the longer ones as bubbles.
     has_long = any(counter.startswith("TCC_EA0_RDREQ") for counter in means)
     bubbles = means.get("TCC_BUBBLE_sum", means.get("TCC_BUBBLE")) if has_long else 0.0
-    if total is None or short is None or bubbles is None:
-        return None
+    if fetched is not None or total is None or short is None or bubbles is None:
+        return fetched
     return 32 * short + 128 * bubbles + 64 * (total - short - bubbles)
 
 
@@ -235,14 +218,9 @@ def _reads_by_length(means: Mapping[str, float]) -> dict[int, float] | None:
     return known if len(known) == len(counted) and min(known.values()) >= 0 else None
 
 
-def _written_bytes(means: Mapping[str, float]) -> float | None:
-    for counter in _WRITTEN_KIB:
-        if counter in means:
-            return 1024 * means[counter]
-    total, long = _requests(means, "WRREQ"), _requests(means, "WRREQ_64B")
-    if total is None or long is None:
-        return None
-    return 64 * long + 32 * (total - long)
+def _kib(means: Mapping[str, float], names: Iterable[str]) -> float | None:
+    """Bytes by a counter of KiB, under the first of its names."""
+    return next((1024 * means[name] for name in names if name in means), None)
 
 
 def _requests(means: Mapping[str, float], kind: str) -> float | None:

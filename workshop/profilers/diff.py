@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from workshop.results import RunResult
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 LEAST_CHANGE = 0.03
 """Share of a kernel's own time: one run's kernels differ that much from the next one's, by the
 clock of the GPU and by what happens to lie in its cache."""
@@ -36,29 +36,9 @@ LEAST_SHARE = 0.01
 GONE, NEW, SLOWER, FASTER = KINDS = ("gone", "new", "slower", "faster")
 _STYLES = {GONE: "green", FASTER: "green", NEW: "yellow", SLOWER: "red"}
 _NAME_WIDTH = 60
-
 _INDUCTOR = re.compile(r"(triton_[a-z]+_fused_\w*?)_\d+")
 """The compiler numbers the kernels of a graph: one more before it, and the same kernel has another
 name."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """One table's figures, in the difference's unit. Times in ns."""
-
-    path: str
-    tool: str
-    device: str | None
-    steps: int | None
-    kernels_ns: float
-    """Sum of all kernels' times."""
-    launches: float
-    busy_ns: float | None
-    """Busy time of the GPU, and the time between: None where the tool has no timeline."""
-    idle_ns: float | None
-    categories_ns: dict[str, float]
-    warnings: list[str]
-    """Sentences: what could not be read, what the figures leave out."""
 
 
 @dataclass(frozen=True)
@@ -75,22 +55,17 @@ class Change:
     b_calls: float
     a_ns: float
     b_ns: float
-
-    @property
-    def difference_ns(self) -> float:
-        return self.b_ns - self.a_ns
+    difference_ns: float
 
 
 @dataclass(frozen=True)
 class TableDiff:
     """From table `a` to table `b`."""
 
+    a: KernelTable
+    b: KernelTable
     unit: str
     """Unit of the figures: "step" where both tables have the steps, else "profile"."""
-    what: str
-    """Kind of the tables' lines: "kernel", or a CPU's "operator"."""
-    a: Side
-    b: Side
     changes: list[Change]
     """The largest difference first; kernels whose difference is noise are not among them."""
     unchanged: int
@@ -100,12 +75,28 @@ class TableDiff:
     notes: list[str]
     """Sentences: why the two may not be comparable."""
 
+    @property
+    def what(self) -> str:
+        """Kind of the tables' lines: "kernel", or a CPU's "operator"."""
+        return self.a.what
+
+    def figures(self, table: KernelTable) -> dict[str, float]:
+        """Calls and times in ns of `a` or `b`, in the unit; the GPU's where the tool has a
+        timeline."""
+        per, line = _units(table, self.unit), table.timeline
+        found: dict[str, float] = {"calls": table.launches, f"all {self.what}s": table.total_ns}
+        if line:
+            found |= {"GPU busy": line.busy_ns, "GPU idle": line.idle_ns}
+        found |= {f"  {name}": ns for name, ns in table.category_ns().items()}
+        return {name: value / per for name, value in found.items()}
+
+
+def _units(table: KernelTable, unit: str) -> float:
+    return float(table.steps or 1) if unit == "step" else 1.0
+
 
 def compare(
-    a: KernelTable,
-    b: KernelTable,
-    run_a: RunResult | None = None,
-    run_b: RunResult | None = None,
+    a: KernelTable, b: KernelTable, run_a: RunResult | None = None, run_b: RunResult | None = None
 ) -> TableDiff:
     """Changes from `a` to `b`: per step where both have their steps, else in all.
 
@@ -123,13 +114,13 @@ def compare(
         raise WorkshopError(
             f"{a.path} holds {a.what}s and {b.path} {b.what}s: compare two profiles of one kind"
         )
-    by_step = bool(a.steps and b.steps)
-    unit = "step" if by_step else "profile"
-    of_a, of_b = (float(table.steps or 1) if by_step else 1.0 for table in (a, b))
+    unit = "step" if a.steps and b.steps else "profile"
+    of_a, of_b = _units(a, unit), _units(b, unit)
     least_ns = LEAST_SHARE * max(a.total_ns / of_a, b.total_ns / of_b)
     timed = not any(run is not None and run.interpreted for run in (run_a, run_b))
+    in_a, in_b = _by_key(a.kernels, b.kernels), _by_key(b.kernels, a.kernels)
+    pairs = [(in_a.get(key), in_b.get(key)) for key in in_a | in_b]
     changes = []
-    pairs = _pairs(a.kernels, b.kernels)
     for before, after in pairs:
         change = _change(before, after, of_a, of_b)
         if before is None or after is None:
@@ -138,36 +129,23 @@ def compare(
             differs = abs(change.difference_ns) >= LEAST_CHANGE * change.a_ns
             if a.what == "operator":
                 differs = _differs_on_host(change, before, after)
-            if differs:
-                changes.append(change)
-    return TableDiff(
-        unit=unit,
-        what=a.what,
-        a=_side(a, of_a),
-        b=_side(b, of_b),
-        changes=sorted(changes, key=lambda c: (-abs(c.difference_ns), c.name)),
-        unchanged=len(pairs) - len(changes),
-        timed=timed,
-        notes=_notes(a, b, timed),
-    )
+            changes += [change] if differs else []
+    changes.sort(key=lambda change: (-abs(change.difference_ns), change.name))
+    unchanged = len(pairs) - len(changes)
+    return TableDiff(a, b, unit, changes, unchanged, timed, list(_notes(a, b, timed)))
 
 
 def as_json(diff: TableDiff) -> dict[str, Any]:
-    """The difference as plain values, with each change's difference_ns."""
-    changes = [
-        dataclasses.asdict(change) | {"difference_ns": change.difference_ns}
-        for change in diff.changes
-    ]
-    return {"schema_version": SCHEMA_VERSION} | dataclasses.asdict(diff) | {"changes": changes}
-
-
-# --- matching ------------------------------------------------------------------------------------
-
-
-def _pairs(a: list[Kernel], b: list[Kernel]) -> list[tuple[Kernel | None, Kernel | None]]:
-    """Each kernel of either side once, with its counterpart or None."""
-    in_a, in_b = _by_key(a, b), _by_key(b, a)
-    return [(in_a.get(key), in_b.get(key)) for key in in_a | in_b]
+    """The difference as plain values."""
+    sides = {
+        side: {"path": str(table.path), "tool": table.tool, "device": table.device}
+        | {"steps": table.steps, "warnings": table.warnings, "figures": diff.figures(table)}
+        for side, table in (("a", diff.a), ("b", diff.b))
+    }
+    facts = {"unit": diff.unit, "what": diff.what, "timed": diff.timed, "notes": diff.notes}
+    changes = [dataclasses.asdict(change) for change in diff.changes]
+    facts |= {"unchanged": diff.unchanged, "changes": changes}
+    return {"schema_version": SCHEMA_VERSION} | facts | sides
 
 
 def _by_key(kernels: list[Kernel], others: list[Kernel]) -> dict[tuple[str, bool], Kernel]:
@@ -187,18 +165,11 @@ def _by_key(kernels: list[Kernel], others: list[Kernel]) -> dict[tuple[str, bool
 def _change(before: Kernel | None, after: Kernel | None, of_a: float, of_b: float) -> Change:
     known = after or before
     assert known is not None
-    a_ns = before.total_ns / of_a if before else 0.0
-    b_ns = after.total_ns / of_b if after else 0.0
-    slower_or_faster = SLOWER if b_ns > a_ns else FASTER
-    return Change(
-        kind=NEW if before is None else GONE if after is None else slower_or_faster,
-        name=known.name,
-        category=known.category,
-        a_calls=before.calls / of_a if before else 0.0,
-        b_calls=after.calls / of_b if after else 0.0,
-        a_ns=a_ns,
-        b_ns=b_ns,
-    )
+    a_calls, a_ns = (before.calls / of_a, before.total_ns / of_a) if before else (0.0, 0.0)
+    b_calls, b_ns = (after.calls / of_b, after.total_ns / of_b) if after else (0.0, 0.0)
+    kind = SLOWER if b_ns > a_ns else FASTER
+    kind = NEW if before is None else GONE if after is None else kind
+    return Change(kind, known.name, known.category, a_calls, b_calls, a_ns, b_ns, b_ns - a_ns)
 
 
 def _differs_on_host(change: Change, before: Kernel, after: Kernel) -> bool:
@@ -211,48 +182,28 @@ def _differs_on_host(change: Change, before: Kernel, after: Kernel) -> bool:
     return longer.min_ns > LEAST_HOST_FACTOR * shorter.min_ns
 
 
-def _side(table: KernelTable, per: float) -> Side:
-    line = table.timeline
-    return Side(
-        path=str(table.path),
-        tool=table.tool,
-        device=table.device,
-        steps=table.steps,
-        kernels_ns=table.total_ns / per,
-        launches=table.launches / per,
-        busy_ns=line.busy_ns / per if line else None,
-        idle_ns=line.idle_ns / per if line else None,
-        categories_ns={name: ns / per for name, ns in table.category_ns().items()},
-        warnings=table.warnings,
-    )
-
-
-def _notes(a: KernelTable, b: KernelTable, timed: bool) -> list[str]:
-    notes = []
+def _notes(a: KernelTable, b: KernelTable, timed: bool) -> Iterator[str]:
     if not timed:
-        notes.append(
+        yield (
             "no times are compared: Triton's interpreter ran the kernels of one, on the CPU, and "
             "takes hundreds of times longer than a GPU"
         )
     elif a.what == "operator":
-        notes.append(
+        yield (
             "a CPU's times differ from run to run, their sum by a quarter, an operator's "
             "severalfold: one that is called as often counts as slower or faster only if its "
             f"fastest call is, by {LEAST_HOST_FACTOR} times"
         )
     if not (a.steps and b.steps):
-        notes.append(
+        yield (
             "whole profiles are compared: the steps of one are not known, so a longer one has "
             "more of everything"
         )
     if a.tool != b.tool:
-        notes.append(
-            f"{printable(a.tool)} and {printable(b.tool)} measure differently: trust large "
-            "differences alone"
-        )
+        tools = f"{printable(a.tool)} and {printable(b.tool)}"
+        yield f"{tools} measure differently: trust large differences alone"
     if a.device and b.device and a.device != b.device:
-        notes.append(f"two devices: {printable(a.device)} and {printable(b.device)}")
-    return notes
+        yield f"two devices: {printable(a.device)} and {printable(b.device)}"
 
 
 # --- for the terminal ----------------------------------------------------------------------------
@@ -264,58 +215,41 @@ def render(diff: TableDiff, limit: int = 20) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    per = "a step" if diff.unit == "step" else "a profile"
-    sides: list[RenderableType] = []
-    for label, side in (("A", diff.a), ("B", diff.b)):
-        sides += [Text(f"{label}: {printable(side.path)}"), *render_warnings(side.warnings)]
-    notes = [f"note: {note}" for note in diff.notes]
-    changed = [_changed(diff, limit, f"{diff.what}s, {per}")] if diff.changes else []
-    return Group(
-        *sides,
-        _totals(diff, f"in all, {per}"),
-        *changed,
-        Text("\n".join([*_left_out(diff, limit), *notes])),
-    )
-
-
-def _totals(diff: TableDiff, title: str) -> Table:
-    table = _table(title, ("", "A", "B", "change"))
-
-    def add(label: str, a: float | None, b: float | None, form: Callable[[float], str]) -> None:
-        if a is not None or b is not None:
-            shown = ["-" if value is None else form(value) for value in (a, b)]
-            table.add_row(label, *shown, _relative(a, b))
-
-    a, b = diff.a, diff.b
-    add(f"{diff.what} calls", a.launches, b.launches, _calls)
-    if not diff.timed:
-        return table
-    add(f"all {diff.what}s, ms", a.kernels_ns, b.kernels_ns, _ms)
-    add("GPU busy, ms", a.busy_ns, b.busy_ns, _ms)
-    add("GPU idle, ms", a.idle_ns, b.idle_ns, _ms)
-    for category in a.categories_ns | b.categories_ns:
-        before, after = (side.categories_ns.get(category, 0.0) for side in (a, b))
-        add(f"  {category}, ms", before, after, _ms)
-    return table
-
-
-def _changed(diff: TableDiff, limit: int, title: str) -> Table:
-    from rich.text import Text
-
-    table = _table(title, ("", diff.what, "calls A", "B", "ms A", "B", "change"))
-    for change in diff.changes[:limit]:
-        table.add_row(
-            Text(change.kind, style=_STYLES[change.kind]),
+    parts: list[RenderableType] = []
+    for label, table in (("A", diff.a), ("B", diff.b)):
+        parts += [Text(f"{label}: {printable(str(table.path))}"), *render_warnings(table.warnings)]
+    totals = _table(f"in all, a {diff.unit}", "", "A", "B", "change")
+    a, b = diff.figures(diff.a), diff.figures(diff.b)
+    totals.add_row(f"{diff.what} calls", *_pair(a, b, "calls", _calls))
+    for name in (a | b) if diff.timed else ():
+        if name != "calls":
+            totals.add_row(f"{name}, ms", *_pair(a, b, name, _ms))
+    parts.append(totals)
+    if diff.changes:
+        columns = ("", diff.what, "calls A", "B", "ms A", "B", "change")
+        changed = _table(f"{diff.what}s, a {diff.unit}", *columns)
+        for one in diff.changes[:limit]:
             # Names come from files: as text they can be neither markup nor terminal codes.
-            Text(display_name(change.name, _NAME_WIDTH)),
-            *map(_calls, (change.a_calls, change.b_calls)),
-            *map(_ms, (change.a_ns, change.b_ns)),
-            f"{change.difference_ns / 1e6:+,.3f}",
-        )
-    return table
+            shown = Text(display_name(one.name, _NAME_WIDTH))
+            figures = (*map(_calls, (one.a_calls, one.b_calls)), *map(_ms, (one.a_ns, one.b_ns)))
+            change = f"{one.difference_ns / 1e6:+,.3f}"
+            changed.add_row(Text(one.kind, style=_STYLES[one.kind]), shown, *figures, change)
+        parts.append(changed)
+    notes = (f"note: {note}" for note in diff.notes)
+    return Group(*parts, Text("\n".join([*_left_out(diff, limit), *notes])))
 
 
-def _table(title: str, headings: tuple[str, ...]) -> Table:
+def _pair(
+    a: dict[str, float], b: dict[str, float], name: str, form: Callable[[float], str]
+) -> tuple[str, str, str]:
+    """A figure of both sides, and its change; a category that a side does not have took no time."""
+    missing = 0.0 if name.startswith(" ") else None
+    before, after = a.get(name, missing), b.get(name, missing)
+    first, second = ("-" if value is None else form(value) for value in (before, after))
+    return first, second, _relative(before, after)
+
+
+def _table(title: str, *headings: str) -> Table:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -328,17 +262,16 @@ def _table(title: str, headings: tuple[str, ...]) -> Table:
     return table
 
 
-def _left_out(diff: TableDiff, limit: int) -> list[str]:
+def _left_out(diff: TableDiff, limit: int) -> Iterator[str]:
     rest = Counter(change.kind for change in diff.changes[limit:])
-    more = ", ".join(f"{rest[kind]:,} {kind}" for kind in KINDS if rest[kind])
-    lines = [f"smaller ones, not shown: {more}"] if more else []
+    if rest:
+        more = ", ".join(f"{rest[kind]:,} {kind}" for kind in KINDS if rest[kind])
+        yield f"smaller ones, not shown: {more}"
     if diff.unchanged:
         alike = "about the same" if diff.timed else "on both sides"
-        lines.append(f"{alike}: {diff.unchanged:,} of the {diff.what}s")
-        if diff.timed and diff.what == "kernel":  # of operators a note says it
-            lines[-1] += f" (by less than {LEAST_CHANGE:.0%} of their own time, or "
-            lines[-1] += f"{LEAST_SHARE:.0%} of all)"
-    return lines
+        by = f" (by less than {LEAST_CHANGE:.0%} of their own time, or {LEAST_SHARE:.0%} of all)"
+        said = diff.timed and diff.what == "kernel"  # of operators a note says it
+        yield f"{alike}: {diff.unchanged:,} of the {diff.what}s{by if said else ''}"
 
 
 def _relative(a: float | None, b: float | None) -> str:

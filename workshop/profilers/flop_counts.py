@@ -63,21 +63,9 @@ class CountedStep:
         return loss
 
 
-@dataclass
-class TorchCount:
-    """FLOP by operator, under PyTorch's name for it, such as aten.mm."""
-
-    forward: dict[str, int]
-    backward: dict[str, int]
-
-    @property
-    def step_flops(self) -> tuple[int, int]:
-        """Forward and backward."""
-        return sum(self.forward.values()), sum(self.backward.values())
-
-
-def count_with_torch(step: CountedStep) -> TorchCount:
-    """FlopCounterMode's count of a step."""
+def count_with_torch(step: CountedStep) -> tuple[dict[str, int], dict[str, int]]:
+    """FlopCounterMode's count of a forward and a backward pass: FLOP by operator, under PyTorch's
+    name for it, such as aten.mm."""
     # Not above: it imports Triton, which V3 has to import first, to choose its interpreter.
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -87,11 +75,9 @@ def count_with_torch(step: CountedStep) -> TorchCount:
             loss = step.forward()
         with backward:
             loss.backward()
-    by_operator = (
-        {str(name): flop for name, flop in phase.get_flop_counts().get("Global", {}).items()}
-        for phase in (forward, backward)  # empty where nothing ran
-    )
-    return TorchCount(*by_operator)
+    counts = (phase.get_flop_counts().get("Global", {}) for phase in (forward, backward))
+    on_forward, on_backward = ({str(name): n for name, n in one.items()} for one in counts)
+    return on_forward, on_backward
 
 
 def count_with_deepspeed(step: CountedStep, report: Path) -> tuple[int | None, str]:
@@ -142,10 +128,7 @@ def count(request: Request, batch: Tensor, deepspeed_report: Path) -> dict[str, 
     gradients = canonical.count_gradients(model)
     deepspeed, error = count_with_deepspeed(step, deepspeed_report)
     scale = request.batch_size // batch.shape[1]
-    forward, backward = (
-        {name: scale * flop for name, flop in phase.items()}
-        for phase in (counted.forward, counted.backward)
-    )
+    forward, backward = ({name: scale * n for name, n in phase.items()} for phase in counted)
     analytic = flops.step_flops(request.config, request.batch_size, request.seq_len)
     found = importlib.metadata.distributions(name="deepspeed")
     software = results.describe_software() | {"deepspeed": next((d.version for d in found), None)}
@@ -190,7 +173,7 @@ def measure_utilisation(request: Request, batches: Tensor) -> dict[str, Any]:
     do in the time of a step, timed as `tiny_llama_vN.py` does: compiled and captured as requested.
 
     Args:
-        batches: int64 (n, 2, B, T) on the host, as many as the request's schedule takes.
+        batches: int64 (n, 2, B, T) on the host: n is the number that the request's schedule takes.
     """
     steps = request.schedule
     print(f"timing {steps.timed} steps after {steps.warmup} of warm-up ...", flush=True)
@@ -231,15 +214,12 @@ def write(record: dict[str, Any], folder: Path, command: str) -> int:
 
 def _markdown(record: dict[str, Any]) -> Iterator[str]:
     batch_size, counted = record["batch_size"], record["counted_batch_size"]
-    what = (
-        f"{batch_size} sequence{'s' if batch_size > 1 else ''} of {record['seq_len']} tokens, "
-        f"{record['precision']}, {record['device']['name']}."
-    )
+    sequences = f"{batch_size} sequence{'s' if batch_size > 1 else ''}"
+    what = f"{sequences} of {record['seq_len']} tokens, {record['precision']}, "
+    what += f"{record['device']['name']}."
     if counted != batch_size:
-        what += (
-            f" Counted on {counted} sequence, in Triton's interpreter, and multiplied by "
-            f"{batch_size}."
-        )
+        what += f" Counted on {counted} sequence, in Triton's interpreter, and multiplied by "
+        what += f"{batch_size}."
     yield f"# FLOP of one training step: {record['version']}, {record['config_name']}\n"
     yield f"{_wrapped(what)}\n"
     yield from _table(record["counts"])
@@ -259,22 +239,16 @@ def _markdown(record: dict[str, Any]) -> Iterator[str]:
         yield f"\nMFU: {interpreter.NOT_COMPARABLE}."
         return
     total = sum(record["counts"][ANALYTIC].values())
-    mfu = (
-        f"MFU: {record['mfu']:.1%}. {total:,.0f} FLOP in {timing.median(record['step_ms']):.2f} ms "
-        f"(median of {len(record['step_ms'])} steps) are {record['tflops']:,.3g} TFLOP/s, of "
-        f"{record['peak_tflops']:,.3g} ({record['peak_source']})."
-    )
+    times = f"{timing.median(record['step_ms']):.2f} ms (median of {len(record['step_ms'])} steps)"
+    mfu = f"MFU: {record['mfu']:.1%}. {total:,.0f} FLOP in {times} are {record['tflops']:,.3g} "
+    mfu += f"TFLOP/s, of {record['peak_tflops']:,.3g} ({record['peak_source']})."
     yield f"\n{_wrapped(mfu)}"
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(
-        text,
-        _WIDTH,
-        subsequent_indent="  " if text.startswith("- ") else "",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    indent = "  " if text.startswith("- ") else ""
+    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, **whole)
 
 
 def _table(counts: dict[str, dict[str, Any]]) -> Iterator[str]:

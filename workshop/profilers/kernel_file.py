@@ -10,7 +10,7 @@ from workshop.errors import WorkshopError
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import printable
 from workshop.profilers.step_time import CATEGORIES as STEP_CATEGORIES
-from workshop.profilers.table import Kernel, KernelTable, as_records
+from workshop.profilers.table import Kernel, KernelTable
 
 CSV_FILE, JSON_FILE = "kernels.csv", "kernels.json"
 SCHEMA_VERSION = 1
@@ -22,13 +22,16 @@ _CSV_COLUMNS = [*(field.name for field in dataclasses.fields(Kernel)), *_DERIVED
 def write(table: KernelTable, folder: Path) -> tuple[Path, Path]:
     """Writes CSV_FILE and JSON_FILE; their paths."""
     results.prepare_folder(folder)
-    records = as_records(table)
+    rows = [
+        dataclasses.asdict(kernel) | {"mean_ns": kernel.mean_ns, "share": table.share(kernel)}
+        for kernel in table.kernels
+    ]
     text = io.StringIO()
     writer = csv.DictWriter(text, _CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(records)
+    writer.writerows(rows)
     content = {"schema_version": SCHEMA_VERSION, "kernel_table": table.tool}
-    content |= dataclasses.asdict(table) | {"path": table.path.name, "kernels": records}
+    content |= dataclasses.asdict(table) | {"path": table.path.name, "kernels": rows}
     results.write_together(
         {folder / CSV_FILE: text.getvalue(), folder / JSON_FILE: results.json_text(content)}
     )
@@ -40,9 +43,10 @@ def recognises_json(start: str) -> bool:
     return '"kernel_table"' in start[:200]
 
 
-def recognises_header(columns: list[str]) -> bool:
-    """Whether a CSV file with these columns is a CSV_FILE."""
-    return columns == _CSV_COLUMNS
+def hint(columns: list[str]) -> str | None:
+    """The file to read instead of CSV_FILE, which has these columns; None for other files."""
+    where = f"{JSON_FILE}, written beside it, is the one to be read"
+    return f"a kernel table for spreadsheets: {where}" if columns == _CSV_COLUMNS else None
 
 
 def read(path: Path) -> KernelTable:
@@ -52,17 +56,17 @@ def read(path: Path) -> KernelTable:
         WorkshopError: it is broken; the message names the file and the field.
     """
     content = results.read_json(path)
-    if content.get("schema_version") != SCHEMA_VERSION:
+    if content.pop("schema_version", None) != SCHEMA_VERSION:
         raise WorkshopError(
-            f"{path}: schema_version is {content.get('schema_version')!r:.40}, this workshop reads "
-            f"{SCHEMA_VERSION}; make it again with this checkout"
+            f"{path}: this workshop reads schema_version {SCHEMA_VERSION}; make it again with this "
+            "checkout"
         )
-    fields = {k: v for k, v in content.items() if k not in ("schema_version", "kernel_table")}
+    content.pop("kernel_table", None)
     kernels = content.get("kernels")
     for kernel in kernels if isinstance(kernels, list) else []:
         for name in _DERIVED if isinstance(kernel, dict) else []:
             kernel.pop(name, None)
-    table = results.convert(KernelTable, fields | {"path": path}, str(path))
+    table = results.convert(KernelTable, content | {"path": path}, str(path))
     for index, kernel in enumerate(table.kernels):
         if kernel.calls < 1 or kernel.total_ns < 0 or kernel.category not in CATEGORIES:
             raise WorkshopError(f"{path}: field kernels[{index}] has no calls, time or category")

@@ -39,8 +39,7 @@ _OTHERS_OPEN = {
 }
 """Formats that other tools open, and how."""
 _STATUS = "# exit status "
-_SUCCESS = f"{_STATUS}0"
-"""A runner's last line."""
+"""The beginning of a runner's last line."""
 _KNOWN = (
     "rocprofv3's CSV and .db, rocprof-sys's .db, a rocprof-compute workload, ncu's CSV, "
     "nsys's CSV, a trace of torch.profiler, Proton's .hatchet"
@@ -69,13 +68,27 @@ def load(path: Path) -> KernelTable:
 
 
 def load_with_doubts(path: Path, *, ended: bool = True) -> KernelTable:
-    """As `load`; the table's warnings also say what a runner left that makes its figures doubtful.
+    """As `load`; the table's warnings also say what a runner left that makes its figures doubtful:
+    a run that failed or was interrupted, or that Triton's interpreter ran.
 
     Args:
         ended: whether the runner should have come to its end.
     """
     table = load(path)
-    table.warnings += [doubt for doubt in _doubts(path, ended) if doubt not in table.warnings]
+    folder = _runners_folder(path)
+    if ended and folder is not None and (last := _commands(folder)[-1]) != f"{_STATUS}0":
+        is_status = last.startswith(_STATUS)
+        how = last.removeprefix("# ") if is_status else "interrupted, or still at work"
+        table.warnings.append(f"{folder}: its run did not succeed ({how}): parts may be missing")
+    doubt = ""
+    try:
+        run = recorded_run(path)
+        if run is not None and run.interpreted:
+            doubt = f"{NOT_COMPARABLE}: times are those of Triton's interpreter, not a GPU's"
+    except WorkshopError as error:
+        doubt = str(error)
+    if doubt and doubt not in table.warnings:
+        table.warnings.append(doubt)
     return table
 
 
@@ -88,33 +101,13 @@ def recorded(path: Path) -> RunResult | LabRun | None:
     """
     folder = _runners_folder(path) or (path if path.is_dir() else path.parent)
     record = folder / RUN_FILE
-    if not record.is_file():
-        return None
-    return records.load_run(record)
+    return records.load_run(record) if record.is_file() else None
 
 
 def recorded_run(path: Path) -> RunResult | None:
     """As `recorded`, of a version; None for a lab's profile."""
     run = recorded(path)
     return run if isinstance(run, RunResult) else None
-
-
-def _doubts(path: Path, ended: bool) -> list[str]:
-    """Sentences on a run that failed or was interrupted, or that Triton's interpreter ran."""
-    sentences = []
-    folder = _runners_folder(path)
-    if ended and folder is not None and (last := _commands(folder)[-1]) != _SUCCESS:
-        how = (
-            last.removeprefix("# ") if last.startswith(_STATUS) else "interrupted, or still at work"
-        )
-        sentences.append(f"{folder}: its run did not succeed ({how}): parts may be missing")
-    try:
-        run = recorded_run(path)
-    except WorkshopError as error:
-        return [*sentences, str(error)]
-    if run is not None and run.interpreted:
-        sentences.append(f"{NOT_COMPARABLE}: times are those of Triton's interpreter, not a GPU's")
-    return sentences
 
 
 def _runners_folder(path: Path) -> Path | None:
@@ -149,13 +142,12 @@ def _load_folder(folder: Path) -> KernelTable:
     for reader in (proton, nsys, kineto, ncu):
         if found := files[reader]:
             # nsys and torch.profiler leave several files: their readers know which belong together.
-            several = reader in (nsys, kineto) and len(found) > 1
-            table = reader.read(folder if several else found[0])
-            if not several:
-                others = (
-                    f"{other} holds another profile, which is left out" for other in found[1:]
-                )
-                table.warnings += others
+            if reader in (nsys, kineto) and len(found) > 1:
+                return reader.read(folder)
+            table = reader.read(found[0])
+            table.warnings += [
+                f"{other} holds another profile, which is left out" for other in found[1:]
+            ]
             return table
     if rocprofv3.recognises(folder):
         return rocprofv3.read(folder)
@@ -201,17 +193,12 @@ def _reader(path: Path) -> ModuleType:
     if ncu.recognises(path):
         return ncu
     columns = list(reading.CsvTable(path, reading.Problems(path)).columns)
-    if kernel_file.recognises_header(columns):
-        raise WorkshopError(
-            f"{path}: a kernel table for spreadsheets: {kernel_file.JSON_FILE}, written beside it, "
-            "is the one to be read"
-        )
     for reader in (rocprofv3, nsys):
         if reader.recognises_header(columns):
             return reader
     if rocprof_compute.recognises(path):
         return rocprof_compute
-    if reason := nsys.hint(columns) or ncu.hint(path):
+    if reason := kernel_file.hint(columns) or nsys.hint(columns) or ncu.hint(path):
         raise _Unread(f"{path}: {reason}")
     raise WorkshopError(
         f"{path}: its columns ({printable(', '.join(columns))[:120]}) are of no profiler that is "

@@ -3,6 +3,7 @@ sentences rest on, and how they are written."""
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from functools import cached_property
 
 from workshop.labs import LabRun
@@ -44,6 +45,7 @@ class Figures:
     Attributes:
         steps: training steps in the profile; None where they are not known.
         on_host: whether these are a CPU's operators, which launch nothing.
+        launch_calls: the host's calls that launch one kernel each; `graph_launches` a graph each.
         run: the record of a version; `lab` that of a lab. None for another program's profile.
         needed_flops: operations of the products in all these steps, causal attention counted by
             half; None where model or steps are not known.
@@ -56,6 +58,7 @@ class Figures:
         self.steps = table.steps or _recorded_steps(table, record)
         self.total_ns, self.launches = table.total_ns, table.launches
         self.on_host = table.what == "operator"
+        self.launch_calls, self.graph_launches = map(self.host_calls, (_LAUNCH, _GRAPH_LAUNCH))
         self.needed_flops = self._needed_flops()
 
     # --- where the kernels' time goes ---
@@ -119,28 +122,17 @@ class Figures:
     def line_launches(self) -> int:
         """Kernels in the timeline, which is that of one device."""
         line = self.table.timeline
-        return line.calls or self.launches if line else self.launches
+        return (line and line.calls) or self.launches
 
     @property
     def gap_ns(self) -> float:
         """Between two kernels, on average; 0 without a timeline."""
-        line = self.table.timeline
-        return line.idle_ns / self.line_launches if line else 0.0
+        return line.idle_ns / self.line_launches if (line := self.table.timeline) else 0.0
 
     @property
     def pace_ns(self) -> float:
         """From the start of a kernel to that of the next one, on average; 0 without a timeline."""
-        line = self.table.timeline
-        return line.span_ns / self.line_launches if line else 0.0
-
-    @cached_property
-    def launch_calls(self) -> HostCall:
-        """The host's calls that launch one kernel each."""
-        return self.host_calls(_LAUNCH)
-
-    @cached_property
-    def graph_launches(self) -> HostCall:
-        return self.host_calls(_GRAPH_LAUNCH)
+        return line.span_ns / self.line_launches if (line := self.table.timeline) else 0.0
 
     @property
     def in_graphs(self) -> bool:
@@ -202,6 +194,10 @@ class Figures:
         where = " on the CPU" if self.on_host else ""
         return f"{ns / self.total_ns:.0%} of the {self.calls}' time{where}"
 
+    def share(self, ns: float) -> str:
+        """As in "62% of the kernels' time (12.4 ms a step)"."""
+        return f"{self.of_all(ns)} ({self.time(ns)})"
+
     def time(self, ns: float) -> str:
         """As in "12.4 ms a step"; "124 ms", of all of them, where the steps are not known."""
         return f"{duration(ns / self.steps)} a step" if self.steps else duration(ns)
@@ -224,6 +220,14 @@ def group(kernel: Kernel) -> str:
 
 def is_product(kernel: Kernel) -> bool:
     return kernel.category in ("GEMM", "attention")
+
+
+def calls_of(kernels: Iterable[Kernel]) -> int:
+    return sum(kernel.calls for kernel in kernels)
+
+
+def time_of(kernels: Iterable[Kernel]) -> float:
+    return sum(kernel.total_ns for kernel in kernels)
 
 
 def duration(ns: float) -> str:

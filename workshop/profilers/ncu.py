@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from workshop.profilers.names import printable
 from workshop.profilers.reading import (
     BEFORE_HEADER,
     CsvTable,
-    NoNumber,
+    Invalid,
     Problems,
     amount,
     lines,
@@ -28,6 +28,7 @@ from workshop.profilers.reading import (
 from workshop.profilers.table import KernelTable, Sums
 
 _ID, _NAME, _PROCESS, _GPU = "ID", "Kernel Name", "Process ID", "Device"
+_METRIC = ("Metric Name", "Metric Unit", "Metric Value")
 _TIME = "gpu__time_duration.sum"
 _TIME_LABEL = "Duration"
 """The details page's name for it when it comes from a section, and not from --metrics."""
@@ -48,22 +49,21 @@ _NO_PERMISSION = (
     "NVreg_RestrictProfilingToAdminUsers=0, see https://developer.nvidia.com/ERR_NVGPUCTRPERM"
 )
 
-# Operations by executed thread instruction: a fused multiply-add is two, and instructions on half
-# precision work on pairs.
-_OPS_PER_INSTRUCTION = {
-    f"smsp__sass_thread_inst_executed_op_{prefix}{op}_pred_on.sum": width * operations
-    for prefix, width in (("f", 1), ("d", 1), ("h", 2))
+_VECTOR_KINDS = {"f": ("FP32", 1), "d": ("FP64", 1), "h": ("FP16/BF16", 2)}
+"""Kinds of operations by the first letter of the instruction, and how many numbers it takes: those
+on half precision take both of its types, and work on pairs."""
+_VECTOR = {
+    f"smsp__sass_thread_inst_executed_op_{prefix}{op}_pred_on.sum": (kind, width * operations)
+    for prefix, (kind, width) in _VECTOR_KINDS.items()
     for op, operations in (("add", 1), ("mul", 1), ("fma", 2))
 }
+"""The kind of operations and their number by executed thread instruction, by metric."""
 # Matrix units: operations already, by data types. Those on integers are no floating-point ones.
 _TENSOR = re.compile(r"sm__ops_path_tensor_src_(?!int)(\w{1,60})\.sum")
-_VECTOR_KINDS = {"f": "FP32", "d": "FP64", "h": "FP16/BF16"}
-"""By the first letter of the instruction: those on half precision take both of its types."""
 TENSOR = " tensor"
 """Ends the kinds of operations that the tensor cores do, as in "BF16 tensor"."""
 
-_WANTED = {_TIME, *_READ, *_WRITTEN, *CACHES.values(), *_BUSY.values(), _DEVICE}
-_WANTED |= _OPS_PER_INSTRUCTION.keys()
+_WANTED = {_TIME, *_READ, *_WRITTEN, *CACHES.values(), *_BUSY.values(), _DEVICE, *_VECTOR}
 _TIMES_NS = {
     **dict.fromkeys(("", "ns", "nsec", "nsecond"), 1.0),
     **dict.fromkeys(("us", "usec", "usecond"), 1e3),
@@ -82,12 +82,11 @@ class Launch(NamedTuple):
 
     row: int
     name: str
-    values: dict[str, str]
-    """By the metric's name."""
-    units: dict[str, str]
-    process: str = ""
-    gpu: str | None = None
+    process: str | None
+    gpu: str | None
     """The GPU's number."""
+    metrics: dict[str, tuple[str, str]]
+    """Value and unit of those that are wanted and were collected."""
 
 
 @dataclass
@@ -157,18 +156,26 @@ def read(path: Path) -> KernelTable:
     Raises:
         WorkshopError: it can't be read, or has no kernel with a time.
     """
-    problems = Problems(path)
-    sums = Sums()
+    problems, sums, without_tensor = Problems(path), Sums(), False
     device = None
-    for launch in _launches(path, problems):
-        with problems.noted(launch.row):
-            _add(sums, launch)
-            device = device or launch.values.get(_DEVICE)
+    for launch, counted in _counted_launches(path, problems):
+        # Without a counter of the tensor cores there are no operations: what the other units do is
+        # next to nothing in a product.
+        known = any(kind.endswith(TENSOR) for kind in counted.operations)
+        without_tensor |= bool(_VECTOR.keys() & launch.metrics.keys())
+        sums.add(
+            counted.name,
+            counted.time_ns,
+            bytes=counted.moved.get(DRAM),
+            flops=counted.flops if known else None,
+            device=launch.gpu,
+            process=launch.process or "",
+        )
+        device = device or launch.metrics.get(_DEVICE, (None, ""))[0]
     if not len(sums):
         raise _no_kernels(problems)
     kernels, warnings = sums.kernels(), sums.warnings() + problems.warnings()
-    vector_units = _OPS_PER_INSTRUCTION.keys() & launch.values.keys()
-    if vector_units and all(kernel.flops is None for kernel in kernels):
+    if without_tensor and all(kernel.flops is None for kernel in kernels):
         warnings.append(
             "no operations are given: without the metrics of the tensor cores "
             "(sm__ops_path_tensor_*) they would be far too few"
@@ -186,23 +193,15 @@ def read_counts(path: Path) -> Report:
     kernels: dict[str, Counted] = {}
     metrics: set[str] = set()
     device = None
-    for launch in _launches(path, problems):
-        with problems.noted(launch.row):
-            counted = _counted(launch)
-            kernels.setdefault(counted.name, Counted(counted.name)).add(counted)
-            total.add(counted)
-            metrics |= {name for name, value in launch.values.items() if value not in _MISSING}
-            device = device or launch.values.get(_DEVICE)
+    for launch, counted in _counted_launches(path, problems):
+        kernels.setdefault(counted.name, Counted(counted.name)).add(counted)
+        total.add(counted)
+        metrics |= launch.metrics.keys()
+        device = device or launch.metrics.get(_DEVICE, (None, ""))[0]
     if not total.time_ns:
         raise _no_kernels(problems)
     ordered = sorted(kernels.values(), key=lambda kernel: (-kernel.time_ns, kernel.name))
     return Report(path, device, ordered, total, metrics, problems.warnings())
-
-
-def _launches(path: Path, problems: Problems) -> Iterator[Launch]:
-    table = CsvTable(path, problems, first_column=_ID)
-    details = "Metric Name" in table.columns
-    return _details_launches(table, problems) if details else _raw_launches(table, problems)
 
 
 def _no_kernels(problems: Problems) -> WorkshopError:
@@ -210,59 +209,51 @@ def _no_kernels(problems: Problems) -> WorkshopError:
     return WorkshopError(f"{nothing}; was ncu run with --metrics {_TIME}?")
 
 
-def _raw_launches(table: CsvTable, problems: Problems) -> Iterator[Launch]:
-    """One a row; the units are in the row below the header."""
-    name = table.index(_NAME)
-    process, gpu = table.columns.get(_PROCESS), table.columns.get(_GPU)
-    columns = {metric: i for metric, i in table.columns.items() if _is_wanted(metric)}
-    units = dict.fromkeys(columns, "")
-    read = [name, *columns.values(), *(i for i in (process, gpu) if i is not None)]
-    for index, (row, fields) in enumerate(_rows(table, problems, at_least=1 + max(read))):
-        if fields[0]:
-            values = {metric: fields[i] for metric, i in columns.items()}
-            launched_by = "" if process is None else fields[process]
-            device = None if gpu is None else fields[gpu]
-            yield Launch(row, fields[name], values, units, launched_by, device)
-        elif index == 0:
-            units = {metric: fields[i] for metric, i in columns.items()}
-        else:
-            problems.add(row, "has no ID")
+# --- launches ------------------------------------------------------------------------------------
 
 
-def _details_launches(table: CsvTable, problems: Problems) -> Iterator[Launch]:
-    """One of several rows, one below the other: one of each metric."""
-    name, metric = table.index(_NAME), table.index("Metric Name")
-    unit, value = table.index("Metric Unit"), table.index("Metric Value")
-    process, gpu = table.index(_PROCESS), table.columns.get(_GPU)
-    at_least = 1 + max(name, metric, unit, value, process, gpu or 0)
-    rows = _rows(table, problems, at_least)
-    for _, group in groupby(rows, key=lambda row: (row[1][process], row[1][0])):
-        row, fields = first = next(group)
-        if not fields[0]:
-            problems.add(row, "has no ID")
-            continue
-        device = None if gpu is None else fields[gpu]
-        launch = Launch(row, fields[name], {}, {}, fields[process], device)
-        for _, of_metric in chain((first,), group):
-            wanted = _TIME if of_metric[metric] == _TIME_LABEL else of_metric[metric]
-            if _is_wanted(wanted):
-                launch.values[wanted], launch.units[wanted] = of_metric[value], of_metric[unit]
+def _counted_launches(path: Path, problems: Problems) -> Iterator[tuple[Launch, Counted]]:
+    table = CsvTable(path, problems, first_column=_ID)
+    page = _details if _METRIC[0] in table.columns else _raw
+    for launch in page(table, problems):
+        with problems.noted(launch.row):
+            yield launch, _counted(launch)
+
+
+def _raw(table: CsvTable, problems: Problems) -> Iterator[Launch]:
+    """One launch a row; the units are in the row below the header."""
+    metrics = list(filter(_is_wanted, table.columns))
+    units = [""] * len(metrics)
+    rows = table.select(_ID, _NAME, *metrics, optional=(_PROCESS, _GPU))
+    for index, (row, (number, name, *values, process, gpu)) in enumerate(rows):
+        if index == 0 and not number:
+            units = values
+        elif _is_launch(row, number, problems):
+            pairs = zip(metrics, zip(values, units, strict=True), strict=True)
+            found = {metric: pair for metric, pair in pairs if pair[0] not in _MISSING}
+            yield Launch(row, name, process, gpu, found)
+
+
+def _details(table: CsvTable, problems: Problems) -> Iterator[Launch]:
+    """A launch is several rows, one below the other: one of each metric."""
+    rows = table.select(_ID, _NAME, *_METRIC, _PROCESS, optional=[_GPU])
+    launched = (one for one in rows if _is_launch(one[0], one[1][0], problems))
+    for _, group in groupby(launched, key=lambda one: (one[1][5], one[1][0])):
+        launch = None
+        for row, (_, name, metric, unit, value, process, gpu) in group:
+            launch = launch or Launch(row, name, process, gpu, {})
+            metric = _TIME if metric == _TIME_LABEL else metric
+            if _is_wanted(metric) and value not in _MISSING:
+                launch.metrics[metric] = value, unit
+        assert launch
         yield launch
 
 
-def _rows(table: CsvTable, problems: Problems, at_least: int) -> Iterator[tuple[int, list[str]]]:
-    """The rows of launches, and of units, which have no ID; what ncu and the program print between
-    them is no row."""
-    for row, fields in table.rows():
-        first = fields[0]
-        if first.startswith("=="):  # "==PROF== Disconnected from process 4711"
-            continue
-        if len(fields) < at_least:
-            problems.add(row, f"has only {len(fields)} fields")
-        elif first.isdigit() or not first:
-            yield row, fields
-        else:
-            problems.add(row, f"{first!r:.40} is no kernel's ID")
+def _is_launch(row: int, number: str, problems: Problems) -> bool:
+    """Whether a row is a launch, by its ID; ncu and the program print other lines between them."""
+    if not number.isdigit():
+        problems.add(row, f"{number!r:.40} is no kernel's ID")
+    return number.isdigit()
 
 
 @lru_cache(maxsize=4096)
@@ -270,78 +261,53 @@ def _is_wanted(metric: str) -> bool:
     return metric in _WANTED or _TENSOR.fullmatch(metric) is not None
 
 
-def _add(sums: Sums, launch: Launch) -> None:
-    """Adds a launch. Raises NoNumber: it has no time, or a counter holds no number."""
-    counted = _counted(launch)
-    # Without a counter of the tensor cores there are no operations: what the other units do is
-    # next to nothing in a product.
-    known = any(kind.endswith(TENSOR) for kind in counted.operations)
-    sums.add(
-        launch.name,
-        counted.time_ns,
-        bytes=counted.moved.get(DRAM),
-        flops=counted.flops if known else None,
-        device=launch.gpu,
-        process=launch.process,
-    )
-
-
 def _counted(launch: Launch) -> Counted:
-    """Raises NoNumber: it has no name or time, or a counter holds no number."""
+    """Raises Invalid: it has no name or time, or a counter holds no number."""
     if not launch.name:
-        raise NoNumber("has no kernel name")
-    time = launch.values.get(_TIME, "")
-    if time in _MISSING:
-        raise NoNumber(f"has no {_TIME}")
-    unit = launch.units[_TIME]
+        raise Invalid("has no kernel name")
+    if _TIME not in launch.metrics:
+        raise Invalid(f"has no {_TIME}")
+    time, unit = launch.metrics[_TIME]
     if unit not in _TIMES_NS:
-        raise NoNumber(f"{unit!r:.40} is no unit of time")
+        raise Invalid(f"{unit!r:.40} is no unit of time")
     counted = Counted(printable(launch.name), 1, nanoseconds(time, _TIMES_NS[unit]))
     read, written = _count(launch, *_READ), _count(launch, *_WRITTEN)
-    caches = {level: _count(launch, metric) for level, metric in CACHES.items()}
     if read is not None and written is not None:
         counted.moved[DRAM] = read + written
-    counted.moved |= {level: moved for level, moved in caches.items() if moved is not None}
+    for level, metric in CACHES.items():
+        if (moved := _count(launch, metric)) is not None:
+            counted.moved[level] = moved
     for part, metric in _BUSY.items():
-        if (percent := launch.values.get(metric, "")) not in _MISSING:
+        if metric in launch.metrics:
+            percent = launch.metrics[metric][0]
             counted.busy_ns[part] = counted.time_ns * amount(percent, 0.01)
-    for metric, factor in _operation_counters(tuple(launch.values)):
-        count = _count(launch, metric)
-        if count is not None:
-            kind = _kind(metric)
-            counted.operations[kind] = counted.operations.get(kind, 0.0) + count * factor
+    for metric, kind, factor in _operation_counters(tuple(launch.metrics)):
+        number = _count(launch, metric) or 0.0
+        counted.operations[kind] = counted.operations.get(kind, 0.0) + number * factor
     return counted
 
 
 @lru_cache(maxsize=4096)
-def _kind(metric: str) -> str:
-    """The kind of operations that a metric counts; a tensor core's by the type that it reads."""
-    tensor = _TENSOR.fullmatch(metric)
-    if tensor:
-        return tensor[1].split("_")[0].upper() + TENSOR
-    return _VECTOR_KINDS[metric.removeprefix("smsp__sass_thread_inst_executed_op_")[0]]
-
-
-@lru_cache(maxsize=4096)
-def _operation_counters(metrics: tuple[str, ...]) -> list[tuple[str, int]]:
-    """Those metrics that count floating-point operations, each with the operations in one."""
-    counters = [(m, _OPS_PER_INSTRUCTION[m]) for m in metrics if m in _OPS_PER_INSTRUCTION]
+def _operation_counters(metrics: tuple[str, ...]) -> list[tuple[str, str, int]]:
+    """Those metrics that count floating-point operations, each with the kind of these (a tensor
+    core's by the type that it reads) and the operations in one count."""
+    counters = [(metric, *_VECTOR[metric]) for metric in metrics if metric in _VECTOR]
     tensor = {match[1]: metric for metric in metrics if (match := _TENSOR.fullmatch(metric))}
     for types, metric in tensor.items():
         # A counter's parts have its name and a suffix: they are in its sum already.
         wholes = (types[: underscore.start()] for underscore in re.finditer("_", types))
         if not any(whole in tensor for whole in wholes):
-            counters.append((metric, 1))
+            counters.append((metric, types.split("_")[0].upper() + TENSOR, 1))
     return counters
 
 
 def _count(launch: Launch, *metrics: str) -> float | None:
     """The first of these counters that was collected, in bytes or instructions; None without any.
-    Raises NoNumber: it is no number, negative, or in an unknown unit."""
-    for metric in metrics:
-        if (text := launch.values.get(metric, "")) not in _MISSING:
-            unit = launch.units[metric]
-            if unit not in _COUNTS:
-                raise NoNumber(f"{unit!r:.40} is no unit of a counter")
-            return amount(text, _COUNTS[unit])
-    return None
+    Raises Invalid: it is no number, negative, or in an unknown unit."""
+    found = next((metric for metric in metrics if metric in launch.metrics), None)
+    if found is None:
+        return None
+    text, unit = launch.metrics[found]
+    if unit not in _COUNTS:
+        raise Invalid(f"{unit!r:.40} is no unit of a counter")
+    return amount(text, _COUNTS[unit])

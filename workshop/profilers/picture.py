@@ -5,7 +5,7 @@ import re
 import sys
 import warnings
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ from workshop.profilers.timeline import CALLS, KERNELS, OPERATORS, RANGES, Lane,
 BUSY = "GPU busy"
 """A row below a stream's kernels: the share of the time in which it ran any."""
 
-_DARK = "#5B6770"
-_STRIP = "#EEF1F4"
-"""Behind a lane's title."""
+_DARK, _STRIP, _LINE = "#5B6770", "#EEF1F4", "#B5B5B5"
+"""The second is behind a lane's title."""
 # Colours that the colour-blind can distinguish (Okabe and Ito's), with the hues that the categories
 # have on the terminal, and greys.
 COLOURS = {
@@ -30,18 +29,17 @@ COLOURS = {
     "optimizer": "#0072B2",
     "copy": "#D55E00",
     "communication": "#F0E442",
-    "other": "#B5B5B5",
+    "other": _LINE,
     timeline.RANGE: "#C3CFDC",
     timeline.CALL: _DARK,
     timeline.SYNCHRONISATION: "#000000",
 }
-
 _LEVELS = {RANGES: 5, OPERATORS: 3, CALLS: 1, KERNELS: 2}
 """Levels of nesting that are drawn, of each kind."""
 _OPERATOR_LEVELS_WITHOUT_GPU = 7
 _MOST_ARROWS = 7
 
-# In pixels, but for the font's size.
+# In pixels, except the font's size.
 WIDTH, HEIGHT = 1600, 900
 """Height of the picture; it is lower where few rows are to be drawn."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 150, 46, 46, 84
@@ -82,29 +80,37 @@ def draw(
             stretch, or the picture can't be written.
         NotOnThisMachine: there is no matplotlib.
     """
-    errors.require("matplotlib")
-    if target.suffix.lower() != ".png":
-        raise WorkshopError(f"{target}: the picture is a PNG: give a name that ends in .png")
+    check_target(target)
     recorded = timeline.read(trace)
     window = timeline.choose_window(recorded, step, start_ms, end_ms)
     lanes = timeline.arrange(recorded, window)
-    _write(f"{names.printable(recorded.path.name)}: {window.what}", window, lanes, target)
+    from matplotlib.figure import Figure
+
+    figure = Figure(dpi=100)
+    _draw(figure, f"{names.printable(recorded.path.name)}: {window.what}", window, lanes)
+    write(figure, target)
     for warning in recorded.warnings:
         print(f"warning: {names.printable(warning)}", file=sys.stderr)
 
 
-def _write(title: str, window: Window, lanes: list[Lane], target: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def check_target(target: Path) -> None:
+    """Raises WorkshopError for a picture that is no PNG, NotOnThisMachine without matplotlib."""
+    errors.require("matplotlib")
+    if target.suffix.lower() != ".png":
+        raise WorkshopError(f"{target}: the picture is a PNG: give a name that ends in .png")
 
-    figure = Figure(dpi=100)
+
+def write(figure: Any, target: Path) -> None:
+    """Writes a figure of matplotlib's as a PNG. Raises WorkshopError: it can't be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure)
     with warnings.catch_warnings():
         # A name in a script that is not in the font is drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
-        _Picture(FigureCanvasAgg(figure), window, lanes).draw(title)
         try:
             with results.atomic_path(target) as path:
-                figure.savefig(path, format="png")
+                figure.savefig(path, format="png", dpi=100)
         except OSError as error:
             raise WorkshopError(f"{target} can't be written: {error.strerror}") from None
 
@@ -119,200 +125,167 @@ class _Band:
     """Height of a row, in pixels; `top`: from the top of the axes."""
     top: float = 0.0
 
-
-class _Picture:
-    """Lanes on a figure. The x of its axes is time in ms, the y pixels from their top."""
-
-    def __init__(self, canvas: Any, window: Window, lanes: list[Lane]) -> None:
-        self._window, self._lanes = window, lanes
-        self._pixel = (window.end - window.start) / _PLOT_WIDTH
-        self._figure = canvas.figure
-        self._bands = [self._stack(lane) for lane in lanes]
-        plot = self._lay_out()
-        self._height = _TOP + plot + _BOTTOM
-        self._figure.set_size_inches(WIDTH / 100, self._height / 100)
-        self._axes = self._figure.add_axes(
-            (_LEFT / WIDTH, _BOTTOM / self._height, _PLOT_WIDTH / WIDTH, plot / self._height),
-            xlim=window[:2],
-            ylim=(plot, 0),
-        )
-
-    def _stack(self, lane: Lane) -> list[_Band]:
-        levels = dict(_LEVELS)
-        if not any(lane.on_gpu for lane in self._lanes):
-            levels[OPERATORS] = _OPERATOR_LEVELS_WITHOUT_GPU
-        bands = [
-            _Band(
-                kind,
-                [
-                    timeline.merge(row, self._pixel)
-                    for row in timeline.nest(lane.slices[kind])[:most]
-                ],
-            )
-            for kind, most in levels.items()
-            if kind in lane.slices
-        ]
-        if KERNELS in lane.slices:
-            bands.append(_Band(BUSY, [[]]))
-        return bands
-
-    def _lay_out(self) -> int:
-        """Gives every band its height and its place; the height of all."""
-        room = HEIGHT - _TOP - _BOTTOM - len(self._lanes) * (_TITLE_HEIGHT + _LANE_GAP)
-        everything = [band for bands in self._bands for band in bands]
-        weight = sum(_WEIGHTS.get(band.kind, 1.0) * len(band.rows) for band in everything)
-        y = 0.0
-        for bands in self._bands:
-            y += _TITLE_HEIGHT
-            for band in bands:
-                band.height = _WEIGHTS.get(band.kind, 1.0) * min(_TALLEST_ROW, room / weight)
-                band.top = y
-                y += len(band.rows) * band.height
-            y += _LANE_GAP
-        return math.ceil(y)
-
-    def draw(self, title: str) -> None:
-        number = 0
-        for lane, bands in zip(self._lanes, self._bands, strict=True):
-            self._draw_title(lane, bands[0].top)
-            for band in bands:
-                number += 1
-                self._draw_name(number, band)
-                for index, row in enumerate(band.rows):
-                    self._draw_row(row, band, band.top + index * band.height)
-                if band.kind == BUSY:
-                    self._draw_busy(lane, band)
-                if band.kind == KERNELS:
-                    self._draw_gaps(lane, band)
-        self._draw_arrows()
-        self._draw_axis(title)
-        self._draw_legend()
-
-    def _draw_title(self, lane: Lane, top: float) -> None:
-        self._axes.axhspan(top - _TITLE_HEIGHT, top - 2, color=_STRIP, zorder=0)
-        self._write(
-            self._window.start + 5 * self._pixel,
-            top - _TITLE_HEIGHT / 2 - 1,
-            f"{lane.title}:  {_figures(lane, self._window)}",
-            ha="left",
-            fontweight="bold",
-            fontsize=_FONT_SIZE,
-            bbox={"color": _STRIP, "pad": 1.5},  # arrows pass below it
-        )
-
-    def _draw_name(self, number: int, band: _Band) -> None:
-        middle = band.top + len(band.rows) * band.height / 2
-        x = self._window.start
-        self._write(x - 14 * self._pixel, middle, band.kind, ha="right", fontsize=11)
-        self._write(
-            x - 134 * self._pixel,
-            middle,
-            str(number),
-            color="white",
-            fontsize=10,
-            fontweight="bold",
-            bbox={"boxstyle": "circle,pad=0.25", "color": "#333333"},
-        )
-
-    def _draw_row(self, row: list[Slice], band: _Band, top: float) -> None:
-        by_colour: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-        for s in row:
-            start, width = max(s.start, self._window.start), self._width(s)
-            # A line of background separates neighbours.
-            by_colour[_colour(s, band)].append((start, max(width - self._pixel, self._pixel)))
-            letters = int(width / self._pixel / _LETTER)
-            if s.name and letters and (text := _label(s.name, letters)):
-                middle, ink = top + band.height / 2, _readable_on(_colour(s, band))
-                self._write(start + width / 2, middle, text, color=ink, clip_on=True)
-        for colour, spans in by_colour.items():
-            self._axes.broken_barh(
-                spans, (top + 1, band.height - 2), facecolor=colour, linewidth=0, zorder=2
-            )
-
-    def _width(self, s: Slice) -> float:
-        return min(s.end, self._window.end) - max(s.start, self._window.start)
-
-    def _draw_busy(self, lane: Lane, band: _Band) -> None:
-        bins = _PLOT_WIDTH // _BUSY_WIDTH
-        shares = timeline.busy_shares(lane.slices[KERNELS], self._window, bins)
-        width = (self._window.end - self._window.start) / bins
-        edges = [self._window.start + i * width for i in range(bins + 1)]
-        bottom, height = band.top + band.height - 1, band.height - 4
-        tops = [bottom - share * height for share in shares]
-        self._axes.stairs(tops, edges, baseline=bottom, fill=True, color=_DARK, zorder=2)
-        for share, y in (("0%", bottom), ("100%", bottom - height)):
-            self._axes.axhline(y, color="#B5B5B5", linewidth=0.6, zorder=1)
-            self._write(self._window.end + 4 * self._pixel, y, share, ha="left")
-
-    def _draw_gaps(self, lane: Lane, band: _Band) -> None:
-        for start, end in timeline.gaps(lane.slices[KERNELS], self._window):
-            text = f"idle {_duration(end - start)}"
-            if end - start > len(text) * _LETTER * self._pixel:
-                middle = band.top + band.height / 2
-                self._write((start + end) / 2, middle, text, color="#8A1C1C", fontstyle="italic")
-
-    def _draw_arrows(self) -> None:
-        """From launches to the kernels that they launched."""
-        places = {(i, band.kind): band for i, bands in enumerate(self._bands) for band in bands}
-        style = {"arrowstyle": "-|>", "color": "#222222", "shrinkA": 0, "shrinkB": 0}
-        for host, call, stream, kernel in timeline.flows(self._lanes, _MOST_ARROWS):
-            calls, kernels = places[host, CALLS], places[stream, KERNELS]
-            tip = max(kernel.start, self._window.start), kernels.top + 1
-            tail = max(call.start, self._window.start), calls.top + calls.height - 1
-            self._axes.annotate("", tip, tail, arrowprops=style, zorder=4)
-
-    def _draw_axis(self, title: str) -> None:
-        axes = self._axes
-        axes.spines[["left", "right", "top"]].set_visible(False)
-        axes.set_yticks([])
-        axes.tick_params(labelsize=11)
-        axes.grid(axis="x", color="#D5D5D5", linewidth=0.6, zorder=0)
-        axes.set_axisbelow(True)
-        axes.ticklabel_format(axis="x", style="plain", useOffset=False)
-        axes.set_xlabel("ms since the trace began", fontsize=11)
-        self._figure.text(
-            10 / WIDTH, 1 - 24 / self._height, title, fontsize=14, fontweight="bold", va="center",
-            parse_math=False,
-        )  # fmt: skip
-
-    def _draw_legend(self) -> None:
-        from matplotlib.lines import Line2D
-        from matplotlib.patches import Patch
-
-        rows = (row for bands in self._bands for band in bands for row in band.rows)
-        shown = {s.category for row in rows for s in row}
-        handles: list[Any] = [
-            Patch(color=c, label=name) for name, c in COLOURS.items() if name in shown
-        ]
-        if timeline.flows(self._lanes, _MOST_ARROWS):
-            handles.append(Line2D([], [], color="#222222", marker=">", label="launch to kernel"))
-        self._figure.legend(
-            handles=handles,
-            loc="lower center",
-            ncols=len(handles),
-            frameon=False,
-            fontsize=10.5,
-            handlelength=1.3,
-            handletextpad=0.5,
-            columnspacing=1.2,
-        )
-
-    def _write(self, x: float, y: float, text: str, **style: Any) -> None:
-        style = {"ha": "center", "va": "center_baseline", "fontsize": _FONT_SIZE} | style
-        self._axes.text(x, y, text, parse_math=False, zorder=5, **style)
+    @property
+    def middle(self) -> float:
+        return self.top + len(self.rows) * self.height / 2
 
 
-def _figures(lane: Lane, window: Window) -> str:
-    """Contents of a lane, in words."""
+def _draw(figure: Any, title: str, window: Window, lanes: list[Lane]) -> None:
+    """Draws lanes on axes whose x is time in ms, and whose y is pixels from their top."""
+    pixel = (window.end - window.start) / _PLOT_WIDTH
+    bands = [_stack(lane, pixel, any(lane.on_gpu for lane in lanes)) for lane in lanes]
+    plot = _lay_out(bands)
+    height = _TOP + plot + _BOTTOM
+    figure.set_size_inches(WIDTH / 100, height / 100)
+    box = (_LEFT / WIDTH, _BOTTOM / height, _PLOT_WIDTH / WIDTH, plot / height)
+    axes = figure.add_axes(box, xlim=window[:2], ylim=(plot, 0))
+    number = 0
+    for lane, its in zip(lanes, bands, strict=True):
+        _draw_title(axes, lane, window, its[0].top, pixel)
+        for band in its:
+            number += 1
+            _draw_name(axes, number, band, window.start, pixel)
+            for index, row in enumerate(band.rows):
+                _draw_row(axes, row, replace(band, top=band.top + index * band.height), window)
+            if band.kind == BUSY:
+                _draw_busy(axes, lane, band, window)
+            if band.kind == KERNELS:
+                _draw_gaps(axes, lane, band, window)
+    arrows = timeline.flows(lanes, _MOST_ARROWS)
+    _draw_arrows(axes, arrows, bands, window)
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    axes.set_yticks([])
+    axes.tick_params(labelsize=11)
+    axes.grid(axis="x", color="#D5D5D5", linewidth=0.6, zorder=0)
+    axes.set_axisbelow(True)
+    axes.ticklabel_format(axis="x", style="plain", useOffset=False)
+    axes.set_xlabel("ms since the trace began", fontsize=11)
+    look = {"fontsize": 14, "fontweight": "bold", "va": "center", "parse_math": False}
+    figure.text(10 / WIDTH, 1 - 24 / height, title, **look)
+    _draw_legend(figure, bands, bool(arrows))
+
+
+def _stack(lane: Lane, pixel: float, has_gpu: bool) -> list[_Band]:
+    levels = _LEVELS if has_gpu else _LEVELS | {OPERATORS: _OPERATOR_LEVELS_WITHOUT_GPU}
+    bands = []
+    for kind in (kind for kind in levels if kind in lane.slices):
+        rows = timeline.nest(lane.slices[kind])[: levels[kind]]
+        bands.append(_Band(kind, [timeline.merge(row, pixel) for row in rows]))
+    return [*bands, _Band(BUSY, [[]])] if KERNELS in lane.slices else bands
+
+
+def _lay_out(lanes: list[list[_Band]]) -> int:
+    """Gives every band its height and its place; the height of all."""
+    room = HEIGHT - _TOP - _BOTTOM - len(lanes) * (_TITLE_HEIGHT + _LANE_GAP)
+    weight = sum(_WEIGHTS.get(b.kind, 1.0) * len(b.rows) for bands in lanes for b in bands)
+    y = 0.0
+    for bands in lanes:
+        y += _TITLE_HEIGHT
+        for band in bands:
+            band.height = _WEIGHTS.get(band.kind, 1.0) * min(_TALLEST_ROW, room / weight)
+            band.top = y
+            y += len(band.rows) * band.height
+        y += _LANE_GAP
+    return math.ceil(y)
+
+
+def _text(axes: Any, x: float, y: float, text: str, **style: Any) -> None:
+    style = {"ha": "center", "va": "center_baseline", "fontsize": _FONT_SIZE} | style
+    axes.text(x, y, text, parse_math=False, zorder=5, **style)
+
+
+def _draw_title(axes: Any, lane: Lane, window: Window, top: float, pixel: float) -> None:
+    """The lane's title and its contents in words."""
     counts = ((len(lane.slices.get(kind, ())), kind) for kind in _LEVELS)
     words = ", ".join(f"{n:,} {kind if n > 1 else kind[:-1]}" for n, kind in counts if n)
-    if KERNELS not in lane.slices:
-        return words
-    share, span = (
-        timeline.busy_shares(lane.slices[KERNELS], window, 1)[0],
-        window.end - window.start,
-    )
-    return f"{words}, busy {_duration(share * span)} of {_duration(span)} ({share:.1%})"
+    if KERNELS in lane.slices:
+        share = timeline.busy_shares(lane.slices[KERNELS], window, 1)[0]
+        span = window.end - window.start
+        words += f", busy {_duration(share * span)} of {_duration(span)} ({share:.1%})"
+    axes.axhspan(top - _TITLE_HEIGHT, top - 2, color=_STRIP, zorder=0)
+    # Arrows pass below the title's box.
+    style = {"ha": "left", "fontweight": "bold", "bbox": {"color": _STRIP, "pad": 1.5}}
+    x, y = window.start + 5 * pixel, top - _TITLE_HEIGHT / 2 - 1
+    _text(axes, x, y, f"{lane.title}:  {words}", **style)
+
+
+def _draw_name(axes: Any, number: int, band: _Band, x: float, pixel: float) -> None:
+    _text(axes, x - 14 * pixel, band.middle, band.kind, ha="right", fontsize=11)
+    box = {"boxstyle": "circle,pad=0.25", "color": "#333333"}
+    style = {"color": "white", "fontweight": "bold", "bbox": box}
+    _text(axes, x - 134 * pixel, band.middle, str(number), **style)
+
+
+def _draw_row(axes: Any, row: list[Slice], band: _Band, window: Window) -> None:
+    """Args:
+    band: placed where this row is.
+    """
+    pixel = (window.end - window.start) / _PLOT_WIDTH
+    by_colour: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for s in row:
+        start = max(s.start, window.start)
+        width = min(s.end, window.end) - start
+        # Operators are paler than kernels: they only ask for work.
+        colour = _paler(COLOURS[s.category]) if band.kind == OPERATORS else COLOURS[s.category]
+        # A line of background separates neighbours.
+        by_colour[colour].append((start, max(width - pixel, pixel)))
+        letters = int(width / pixel / _LETTER)
+        if s.name and letters and (text := _label(s.name, letters)):
+            middle, ink = band.top + band.height / 2, _readable_on(colour)
+            _text(axes, start + width / 2, middle, text, color=ink, clip_on=True)
+    place = (band.top + 1, band.height - 2)
+    for colour, spans in by_colour.items():
+        axes.broken_barh(spans, place, facecolor=colour, linewidth=0, zorder=2)
+
+
+def _draw_busy(axes: Any, lane: Lane, band: _Band, window: Window) -> None:
+    bins = _PLOT_WIDTH // _BUSY_WIDTH
+    shares = timeline.busy_shares(lane.slices[KERNELS], window, bins)
+    length = window.end - window.start
+    edges = [window.start + i * length / bins for i in range(bins + 1)]
+    bottom, height = band.top + band.height - 1, band.height - 4
+    tops = [bottom - share * height for share in shares]
+    axes.stairs(tops, edges, baseline=bottom, fill=True, color=_DARK, zorder=2)
+    for share, y in (("0%", bottom), ("100%", bottom - height)):
+        axes.axhline(y, color=_LINE, linewidth=0.6, zorder=1)
+        _text(axes, window.end + 4 * length / _PLOT_WIDTH, y, share, ha="left")
+
+
+def _draw_gaps(axes: Any, lane: Lane, band: _Band, window: Window) -> None:
+    pixel = (window.end - window.start) / _PLOT_WIDTH
+    for start, end in timeline.gaps(lane.slices[KERNELS], window):
+        text = f"idle {_duration(end - start)}"
+        if end - start > len(text) * _LETTER * pixel:
+            middle = band.top + band.height / 2
+            _text(axes, (start + end) / 2, middle, text, color="#8A1C1C", fontstyle="italic")
+
+
+def _draw_arrows(
+    axes: Any, arrows: list[tuple[int, Slice, int, Slice]], bands: list[list[_Band]], window: Window
+) -> None:
+    """From launches to the kernels that they launched."""
+    places = {(i, band.kind): band for i, its in enumerate(bands) for band in its}
+    style = {"arrowstyle": "-|>", "color": "#222222", "shrinkA": 0, "shrinkB": 0}
+    for host, call, stream, kernel in arrows:
+        calls, kernels = places[host, CALLS], places[stream, KERNELS]
+        tip = max(kernel.start, window.start), kernels.top + 1
+        tail = max(call.start, window.start), calls.top + calls.height - 1
+        axes.annotate("", tip, tail, arrowprops=style, zorder=4)
+
+
+def _draw_legend(figure: Any, bands: list[list[_Band]], has_arrows: bool) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    shown = {s.category for its in bands for band in its for row in band.rows for s in row}
+    handles: list[Any] = [
+        Patch(color=c, label=name) for name, c in COLOURS.items() if name in shown
+    ]
+    if has_arrows:
+        handles.append(Line2D([], [], color="#222222", marker=">", label="launch to kernel"))
+    look = {"handlelength": 1.3, "handletextpad": 0.5, "columnspacing": 1.2, "fontsize": 10.5}
+    columns = len(handles)
+    figure.legend(handles=handles, loc="lower center", ncols=columns, frameon=False, **look)
 
 
 def _duration(ms: float) -> str:
@@ -322,18 +295,13 @@ def _duration(ms: float) -> str:
 
 
 def _label(name: str, letters: int) -> str:
-    """A name in at most so many letters, if need be without its namespaces, then cut; "" where it
-    would be useless."""
+    """A name in at most this number of letters, if need be without its namespaces, then cut; ""
+    where it would be useless."""
     whole = names.display_name(name, len(name))
     if len(whole) <= letters:
         return whole
     short = names.display_name(_NAMESPACE.split(whole)[-1], letters)
     return short if letters >= _FEWEST_LETTERS or names.ELLIPSIS not in short else ""
-
-
-def _colour(s: Slice, band: _Band) -> str:
-    """Operators are paler than kernels: they only ask for work."""
-    return _paler(COLOURS[s.category]) if band.kind == OPERATORS else COLOURS[s.category]
 
 
 def _paler(colour: str) -> str:

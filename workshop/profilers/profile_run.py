@@ -43,11 +43,7 @@ from workshop.request import (
 from workshop.run import hardware, markers, trainer
 from workshop.versions import Version
 
-_OF_THE_RUNNER = {
-    "output_dir": "--output-dir",
-    "profile_steps": "--steps",
-    "num_steps": "--steps",
-}
+_OF_THE_RUNNER = {"output_dir": "--output-dir", "profile_steps": "--steps", "num_steps": "--steps"}
 """The model's flags that a runner sets or has no use for, and what its own are called."""
 T = TypeVar("T")
 
@@ -96,7 +92,7 @@ class Plan(Generic[T]):
 
 @dataclass
 class ProfileRun:
-    """A version after its warm-up, ready to train the steps that a profiler watches."""
+    """A version after its warm-up; a Watched."""
 
     request: Request
     model: nn.Module
@@ -111,16 +107,14 @@ class ProfileRun:
         return self.runner.device
 
     def step(self) -> None:
-        """Trains one step; there are as many as `prepare` was called with."""
+        """Trains one step, of the number that the request has."""
         self.runner.marked_step(self._step, self.range)
 
     def eager_step(self) -> None:
-        """Trains one step operation by operation, also where `step` replays a graph."""
         self.runner.marked_step(self.runner.eager_step, self.range)
 
     def layer_ranges(self) -> AbstractContextManager[None]:
-        """The layers' marker ranges, as long as it is entered: none where a compiler or a graph
-        has dissolved the layers."""
+        """None where a compiler or a graph has dissolved the layers."""
         if self.request.compile_mode == "none" and not self.request.cuda_graph:
             return markers.layer_ranges(self.model, self.range)
         return nullcontext()
@@ -165,11 +159,7 @@ def plan_of(request: Request) -> Plan[Data]:
 
 
 def make_request(version: Version, model_flags: list[str], steps: int) -> Request:
-    """Request of `tiny_llama_vN.py --profile-steps STEPS` with these flags.
-
-    Raises:
-        WorkshopError, NotOnThisMachine: it can't run here, or a flag is the runner's to set.
-    """
+    """Request of `tiny_llama_vN.py --profile-steps STEPS` with these flags. Raises as `plan`."""
     module = versions.load(version.key)
     parser = build_parser(version, module)
     parser.prog = version.path.name
@@ -205,8 +195,7 @@ def prepare(request: Request, data: Data, *, range_: markers.Range) -> ProfileRu
     print_configuration(request, data_record)
     record = new_result(request, data_record)
     record.status = "profiled"
-    peaks = hardware.peaks(request.device)
-    if peaks:
+    if peaks := hardware.peaks(request.device):
         record.peak_tflops = peaks.tflops.get(request.precision.name)
         record.peak_source = peaks.source
     model = request.build()
@@ -214,9 +203,8 @@ def prepare(request: Request, data: Data, *, range_: markers.Range) -> ProfileRu
     canonical.load_canonical(model, canonical.canonical_state(request.config, arguments.seed))
     request.precision.set_matmul_mode()
     optimizer = request.module.configure_optimizer(model, arguments.learning_rate)
-    runner = trainer.Runner(
-        model, optimizer, batches, request.precision, cuda_graph=request.cuda_graph
-    )
+    graph = request.cuda_graph
+    runner = trainer.Runner(model, optimizer, batches, request.precision, cuda_graph=graph)
     print(f"warming up for {request.schedule.warmup} steps ...", flush=True)
     step = runner.warm_up_parts(request.schedule.warmup)
     runner.wait()
@@ -226,14 +214,14 @@ def prepare(request: Request, data: Data, *, range_: markers.Range) -> ProfileRu
 def profile(request: Request) -> int:
     """`--profile-steps`: trains the steps between the calls that start and stop NVIDIA's
     profilers; the exit status."""
-    return within_memory(request, lambda: _profile(request))
 
+    def work() -> int:
+        data, steps = load_data(request), request.schedule.timed
+        results.prepare_folder(request.output_dir)
+        run = prepare(request, data, range_=markers.for_vendor_tools(request.device))
+        return watch(run, steps, request.schedule.warmup, request.output_dir)
 
-def _profile(request: Request) -> int:
-    data, steps = load_data(request), request.schedule.timed
-    results.prepare_folder(request.output_dir)
-    run = prepare(request, data, range_=markers.for_vendor_tools(request.device))
-    return watch(run, steps, request.schedule.warmup, request.output_dir)
+    return within_memory(request, work)
 
 
 def watch(run: Watched, steps: int, warmup: int, folder: Path) -> int:
@@ -391,11 +379,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _empty(folder: Path) -> None:
-    """Deletes what a runner has left in a folder.
-
-    Raises:
-        WorkshopError: no runner has filled it.
-    """
+    """Deletes what a runner has left in a folder. Raises WorkshopError: no runner filled it."""
     mark = folder / COMMAND_FILE
     by_a_runner = mark.is_file() and mark.read_bytes().startswith(COMMAND_MARK.encode())
     if any(folder.iterdir()) and not by_a_runner:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from workshop.errors import WorkshopError
-from workshop.profilers.reading import Problems, amount, count, nanoseconds, text
+from workshop.profilers.reading import Problems, amount, count, lines, nanoseconds
 from workshop.profilers.table import PHASES, STEP, KernelTable, Sums
 
 _TIME = "time (ns)"
@@ -95,7 +95,7 @@ class _Node(NamedTuple):
 def _load(path: Path) -> tuple[list[Any], dict[str, Any]]:
     """The trees of a file, and what it says of the devices, by type and number."""
     try:
-        content = json.loads(text(path))
+        content = json.loads("".join(lines(path)))
     except RecursionError:
         raise WorkshopError(f"{path}: its scopes are nested too deeply to be read") from None
     except ValueError as error:

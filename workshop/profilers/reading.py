@@ -8,6 +8,7 @@ import csv
 import gzip
 import io
 import math
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,9 +19,9 @@ from workshop.errors import WorkshopError
 from workshop.profilers.names import printable
 
 MOST_NS = 1e18
-"""No time in a profile is longer (30 years): what is comes from a corrupt file."""
+"""The longest time in a profile (30 years): what is longer comes from a corrupt file."""
 MOST_COUNTED = 1e24
-"""No program computes or moves more, in operations or bytes."""
+"""The most operations or bytes that a program has."""
 BEFORE_HEADER = 1 << 22
 """Characters within which a header is looked for: a tool or its program may print before it."""
 _BLOCK_BYTES, _HEAD = 1 << 20, 1 << 16
@@ -28,13 +29,29 @@ _BLOCK_BYTES, _HEAD = 1 << 20, 1 << 16
 csv.field_size_limit(1 << 24)  # a templated kernel name can pass the default of 128 KiB
 
 
+class Invalid(ValueError):
+    """A field, a row or an event makes no sense."""
+
+
 class Problems:
-    """The rows of a file that can't be read: the first is named, the others are counted."""
+    """Rows and files of a profile that can't be read. Of a file's rows the first is named and the
+    others are counted.
+
+    Attributes:
+        errors: of files that gave nothing.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.count = 0
+        self.errors: list[WorkshopError] = []
         self._first = ""
+        self._files: list[Problems] = []
+
+    def of(self, path: Path) -> "Problems":
+        """The problems of one file among several."""
+        self._files.append(Problems(path))
+        return self._files[-1]
 
     def add(self, row: int, what: str) -> None:
         """Args:
@@ -46,18 +63,19 @@ class Problems:
 
     @contextmanager
     def noted(self, row: int) -> Iterator[None]:
-        """Adds a row in which a number is missing, instead of raising NoNumber."""
+        """Adds a row that makes no sense, instead of raising Invalid."""
         try:
             yield
-        except NoNumber as error:
+        except Invalid as error:
             self.add(row, str(error))
 
     def warnings(self) -> list[str]:
-        """One sentence, or none."""
-        if not self.count:
-            return []
-        others = f" (and {self.count - 1:,} more rows)" if self.count > 1 else ""
-        return [f"left out {self._first}{others}"]
+        """Sentences: one for each file."""
+        sentences = [str(error) for error in self.errors]
+        if self.count:
+            others = f" (and {self.count - 1:,} more rows)" if self.count > 1 else ""
+            sentences.append(f"left out {self._first}{others}")
+        return sentences + [line for file in self._files for line in file.warnings()]
 
     def error(self, wanted: str) -> WorkshopError:
         """The error to raise where nothing valid was found.
@@ -65,74 +83,84 @@ class Problems:
         Args:
             wanted: what should have been there, as in "kernels".
         """
-        first = f"; {self._first}" if self.count else ""
-        return WorkshopError(f"{self.path}: no {wanted} in it{first}")
-
-
-class Notes:
-    """Faults of the files that make up one profile.
-
-    Attributes:
-        errors: of files that gave nothing.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.problems: list[Problems] = []
-        self.errors: list[WorkshopError] = []
-
-    def warnings(self) -> list[str]:
-        sentences = [str(error) for error in self.errors]
-        return sentences + [line for problems in self.problems for line in problems.warnings()]
-
-    def nothing_found(self, wanted: str) -> WorkshopError:
-        """The error to raise where no file held what was wanted, as `Problems.error`."""
         if self.errors:
             return self.errors[0]
-        bad = next((problems for problems in self.problems if problems.count), None)
-        return (bad or Problems(self._path)).error(wanted)
-
-
-class NoNumber(ValueError):
-    """A field that should hold a number holds something else."""
+        bad = next((one for one in (self, *self._files) if one.count), self)
+        first = f"; {bad._first}" if bad.count else ""
+        return WorkshopError(f"{bad.path}: no {wanted} in it{first}")
 
 
 def number(text: str | float | None) -> float:
     """A finite number: from JSON, or from a tool's CSV, which may group thousands with commas.
-    Raises NoNumber: it is none."""
+    Raises Invalid: it is no number."""
     try:
         value = float(text.replace(",", "") if isinstance(text, str) else text)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
-        raise NoNumber(f"{text!r:.40} is no number") from None
+        raise Invalid(f"{text!r:.40} is no number") from None
     if not math.isfinite(value) or isinstance(text, bool):
-        raise NoNumber(f"{text!r:.40} is no finite number")
+        raise Invalid(f"{text!r:.40} is no finite number")
     return value
 
 
 def nanoseconds(text: str | float | None, unit_ns: float = 1.0) -> float:
-    """A duration from its value in a unit of `unit_ns`. Raises NoNumber: it is none, negative, or
-    longer than any profile."""
+    """A duration from its value in a unit of `unit_ns`. Raises Invalid: it is no number, negative,
+    or longer than any profile."""
     value = number(text) * unit_ns
     if not 0 <= value <= MOST_NS:
-        raise NoNumber(f"{text!r:.40} is no duration")
+        raise Invalid(f"{text!r:.40} is no duration")
     return value
 
 
 def amount(text: str | float | None, unit: float = 1.0) -> float:
     """Bytes, operations or a hardware counter, from its value in a unit of `unit` of them. Raises
-    NoNumber: it is none, negative, or more than any program has."""
+    Invalid: it is no number, negative, or more than any program has."""
     value = number(text) * unit
     if not 0 <= value <= MOST_COUNTED:
-        raise NoNumber(f"{text!r:.40} is no count")
+        raise Invalid(f"{text!r:.40} is no count")
     return value
 
 
 def count(text: str | float | None) -> int:
-    """A number of calls, at least 1. Raises NoNumber: it is none."""
+    """A number of calls, at least 1. Raises Invalid: it is no such number."""
     value = number(text)
     if not 1 <= value <= MOST_NS or value != int(value):
-        raise NoNumber(f"{text!r:.40} is no number of calls")
+        raise Invalid(f"{text!r:.40} is no number of calls")
     return int(value)
+
+
+def name(text: object) -> str:
+    """A name in printable form. Raises Invalid: it is empty, or no text."""
+    if not isinstance(text, str) or not text:
+        raise Invalid(f"{text!r:.40} is no name")
+    return printable(text)
+
+
+def sums(
+    text: object,
+    calls: str,
+    total: str,
+    least: str | None,
+    most: str | None,
+    units_ns: tuple[float, float, float] = (1.0, 1.0, 1.0),
+) -> dict[str, Any]:
+    """Arguments of table.Sums.add, from a row of a tool's own sums of a kernel.
+
+    Args:
+        least, most: the extremes of its calls, where the tool has them.
+        units_ns: of the total and the extremes.
+
+    Raises:
+        Invalid: a value makes no sense, or the mean is not between the extremes.
+    """
+    number_of_calls, total_ns = count(calls), nanoseconds(total, units_ns[0])
+    found = {"name": name(text), "total_ns": total_ns, "calls": number_of_calls}
+    if least is None or most is None:
+        return found
+    least_ns, most_ns = nanoseconds(least, units_ns[1]), nanoseconds(most, units_ns[2])
+    mean, rounding = total_ns / number_of_calls, units_ns[0]
+    if not least_ns - rounding <= mean <= most_ns + rounding:
+        raise Invalid(f"a mean of {mean:.0f} ns is not between {least_ns:.0f} and {most_ns:.0f}")
+    return found | {"min_ns": least_ns, "max_ns": most_ns}
 
 
 @contextmanager
@@ -155,7 +183,7 @@ def lines(path: Path, most: float = math.inf) -> Iterator[str]:
     Raises:
         WorkshopError: it can't be read.
     """
-    opener = _Gzip if is_gzip(path) else open
+    opener = _Gzip if starts_with(path, b"\x1f\x8b") else open
     with (
         readable(path),
         opener(path, "rb") as file,
@@ -182,15 +210,10 @@ def head(path: Path) -> str:
     return "".join(lines(path, _HEAD))
 
 
-def text(path: Path) -> str:
-    """The whole text of a file; as `lines`."""
-    return "".join(lines(path))
-
-
-def is_gzip(path: Path) -> bool:
-    """Whether a file begins as gzip does."""
+def starts_with(path: Path, magic: bytes) -> bool:
+    """Whether a file begins with these bytes."""
     with readable(path), path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
+        return file.read(len(magic)) == magic
 
 
 class CsvTable:
@@ -210,14 +233,13 @@ class CsvTable:
         self.path, self._problems = path, problems
         self._lines_before = 0
         self._reader = csv.reader(self._from_header(first_column))
-        header = next(self._safely(), [])
-        names = [name.strip().lstrip("\ufeff") for name in header]
+        names = [name.strip().lstrip("\ufeff") for name in next(self._rows(), [])]
         if not any(names):
             wanted = f" (a line that begins with {first_column!r})" if first_column else ""
             raise WorkshopError(f"{path}: no header{wanted} in it; is the file empty or cut off?")
         self.columns: dict[str, int] = {}
-        for index, name in enumerate(names):
-            self.columns.setdefault(name, index)
+        for index, column in enumerate(names):
+            self.columns.setdefault(column, index)
 
     def _from_header(self, first_column: str | None) -> Iterator[str]:
         """The file's lines without those before the header, whose quotes need not match."""
@@ -230,43 +252,37 @@ class CsvTable:
             self._lines_before += 1
         yield from after
 
-    def index(self, name: str) -> int:
-        """The index of a column.
-
-        Raises:
-            WorkshopError: the file has not got it.
-        """
-        if name not in self.columns:
-            has = printable(", ".join(list(self.columns)[:12]))
-            raise WorkshopError(f"{self.path}: no column {name:.80}; its columns are {has:.200}")
-        return self.columns[name]
-
     def select(
-        self, *columns: str, optional: Iterable[str] = ()
+        self, *columns: str, optional: Iterable[str] = (), until: re.Pattern[str] | None = None
     ) -> Iterator[tuple[int, list[Any]]]:
         """(line number, fields of these columns) of every row; None where the file has not got an
-        optional column. Rows that are too short count as problems.
+        optional column. Rows that are too short count as problems, except lines that ncu prints
+        between the rows ("==PROF== Disconnected from process 4711").
+
+        Args:
+            until: the beginning of what comes after the table.
 
         Raises:
             WorkshopError: a column is missing.
         """
-        indices = [self.index(name) for name in columns] + [*map(self.columns.get, optional)]
-        for row, fields in self.rows(1 + max(index for index in indices if index is not None)):
-            yield row, [None if index is None else fields[index] for index in indices]
-
-    def rows(self, at_least: int = 1) -> Iterator[tuple[int, list[str]]]:
-        """(line number, fields) of every row that has `at_least` fields; shorter ones, but for
-        empty lines, are counted as problems."""
-        for row in self._safely():
-            if len(row) >= at_least:
-                yield self._line(), row
-            elif row:
-                self._problems.add(self._line(), f"has only {len(row)} fields")
+        for missing in (one for one in columns if one not in self.columns):
+            has = printable(", ".join(list(self.columns)[:12]))
+            raise WorkshopError(f"{self.path}: no column {missing:.80}; its columns are {has:.200}")
+        indices = [self.columns.get(column) for column in (*columns, *optional)]
+        last = max(index for index in indices if index is not None)
+        for fields in self._rows():
+            row = self._line()
+            if until and fields and until.match(fields[0]):
+                return
+            if len(fields) > last:
+                yield row, [None if index is None else fields[index] for index in indices]
+            elif fields and not fields[0].startswith("=="):
+                self._problems.add(row, f"has only {len(fields)} fields")
 
     def _line(self) -> int:
         return self._lines_before + self._reader.line_num
 
-    def _safely(self) -> Iterator[list[str]]:
+    def _rows(self) -> Iterator[list[str]]:
         while True:
             try:
                 yield next(self._reader)

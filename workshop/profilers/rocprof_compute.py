@@ -13,17 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workshop.errors import WorkshopError
-from workshop.profilers import amd_counters
+from workshop.profilers import amd_counters, reading
 from workshop.profilers.amd_counters import Counters
-from workshop.profilers.reading import CsvTable, NoNumber, Problems, number
-from workshop.profilers.rocprofv3_formats import (
-    Count,
-    Event,
-    Files,
-    Notes,
-    from_database,
-    interval,
-)
+from workshop.profilers.reading import CsvTable, Invalid, Problems
+from workshop.profilers.rocprofv3_formats import from_database, interval
 from workshop.profilers.table import KernelTable, Sums
 
 _MERGED = "pmc_perf.csv"
@@ -48,12 +41,10 @@ def read(path: Path) -> KernelTable:
     """
     workloads = _workloads(path)
     if not workloads:
-        hint = (
-            "it has ceilings and no kernels: profile without --roof-only"
-            if _has_ceilings(path)
-            else "give what `rocprof-compute profile` wrote"
+        raise WorkshopError(
+            f"{path}: no workload in it, a folder with {_MERGED}; give what `rocprof-compute "
+            "profile` wrote without --roof-only, which leaves ceilings and no kernels"
         )
-        raise WorkshopError(f"{path}: no workload in it, a folder with {_MERGED}; {hint}")
     folder, *others = workloads
     table = _table(folder, path)
     table.warnings += [f"{other} holds another workload, which is left out" for other in others]
@@ -63,11 +54,7 @@ def read(path: Path) -> KernelTable:
 def recognises(path: Path) -> bool:
     """Whether a folder, or one below it, is a workload of rocprof-compute's, or a file lies in
     one."""
-    return bool(_workloads(path)) or _has_ceilings(path)
-
-
-def _has_ceilings(folder: Path) -> bool:
-    return any(_has_columns(file, "device", "HBMBw") for file in folder.rglob(_ROOFLINE))
+    return bool(_workloads(path)) or (path.is_dir() and any(path.rglob(_ROOFLINE)))
 
 
 def _workloads(path: Path) -> list[Path]:
@@ -110,106 +97,96 @@ def _table(folder: Path, path: Path) -> KernelTable:
         path: the table's.
     """
     replays, counters = _replays(folder), Counters()
-    notes = Notes(replays[0][0])
+    problems = Problems(replays[0][0])
     # Every replay is of the same kernels, so one of them gives the times.
-    found = [sums for files in replays if len(sums := _sums(files, counters, notes))]
+    found = [sums for files in replays if len(sums := _sums(files, counters, problems))]
     times = folder / _TIMES
     if not any(map(_total_ns, found)) and times.is_file():
-        found.append(_sums([times], counters, notes))
+        found.append(_sums([times], counters, problems))
     chosen = next(filter(_total_ns, found), next(iter(found), Sums()))
     kernels = chosen.kernels()
     if not kernels:
-        raise notes.nothing_found("kernels")
+        raise problems.error("kernels")
     counters.fill(kernels)
     table = KernelTable(path, "rocprof-compute", kernels, device=_device(folder))
     if not _total_ns(chosen):
         table.warnings.append(f"{folder}: all times are 0: they are missing, or rounded")
-    table.warnings += chosen.warnings() + counters.warnings(table.device) + notes.warnings()
+    table.warnings += chosen.warnings() + counters.warnings(table.device) + problems.warnings()
     return table
 
 
-def _sums(files: list[Path], counters: Counters, notes: Notes) -> Sums:
+def _sums(files: list[Path], counters: Counters, problems: Problems) -> Sums:
     """The kernels of one replay, with their times; adds its counters."""
     sums = Sums()
     for file in files:
         try:
             if file.suffix == ".db":
-                _add_database(file, sums, counters, notes)
+                _add_database(file, sums, counters, problems)
             else:
-                notes.problems.append(problems := Problems(file))
-                _add_rows(CsvTable(file, problems), problems, sums, counters)
+                _add_rows(file, problems.of(file), sums, counters)
         except WorkshopError as error:
-            notes.errors.append(error)
+            problems.errors.append(error)
     return sums
 
 
-def _add_rows(table: CsvTable, problems: Problems, sums: Sums, counters: Counters) -> None:
+def _add_rows(file: Path, problems: Problems, sums: Sums, counters: Counters) -> None:
     """A counter has a column of its own, or a row of its own; a dispatch has only those of its
     replay, and its times with every one of them."""
+    table = CsvTable(file, problems)
     used = list(filter(amd_counters.is_used, table.columns))  # of about a thousand
     optional = ("GPU_ID", "Start_Timestamp", "End_Timestamp", "Counter_Name", "Counter_Value")
     rows = table.select("Kernel_Name", "Dispatch_ID", *used, optional=optional)
     seen: set[tuple[str, str | None]] = set()
     for row, (kernel, dispatch, *values, gpu, start, end, counter, value) in rows:
         with problems.noted(row):
-            name = _kernel_name(kernel)
+            name = amd_counters.plain_name(reading.name(kernel))
             if (dispatch, gpu) not in seen:
                 # Those of a table without times count all the same.
                 ns = 0 if start is None or end is None else interval(start, end)[1]
                 sums.add(name, ns, device=gpu and f"GPU {gpu}")
                 seen.add((dispatch, gpu))
-            if counter is not None and value is not None:
-                counters.add(name, counter, value)
-            for column, counted in zip(used, values, strict=True):
-                if counted:
-                    counters.add(name, column, counted)
+            for column, counted in (*zip(used, values, strict=True), (counter, value)):
+                if column and counted:
+                    counters.add(name, column, reading.amount(counted))
 
 
-def _add_database(path: Path, sums: Sums, counters: Counters, notes: Notes) -> None:
+def _add_database(path: Path, sums: Sums, counters: Counters, problems: Problems) -> None:
     """The processes of a rocpd database. Its counters may be in a file beside the folder that it
     lies in, by the number of the dispatch."""
     beside = path.parent.with_name(path.stem.partition("_")[0] + _OWN_COUNTERS)
     with contextlib.ExitStack() as stack:
-        for process in from_database(path, Files(path.parent, path.stem), stack):
-
-            def add_kernel(event: Event, process: str = process.name) -> None:
-                _, name, start, end, _, device, _ = event
-                ns = interval(start, end)[1]
-                sums.add(_kernel_name(name), ns, device=device, process=process)
-
-            def add_count(row: Count) -> None:
-                _, kernel, counter, value, *_ = row
-                counters.add(_kernel_name(kernel), counter, value)
-
-            notes.each(process.kernels, add_kernel)
-            if not beside.is_file():
-                notes.each(process.counts, add_count)
+        for process in from_database(path, path.stem, stack, problems):
+            kernels = {}
+            for event in process.kernels or ():
+                name = amd_counters.plain_name(event.name)
+                sums.add(name, event.ns, device=event.device, process=process.name)
+                kernels[str(event.dispatch)] = name
+            if beside.is_file():
+                _add_own_counts(beside, problems.of(beside), kernels, counters)
                 continue
-            kernels = {str(number): name for number, name in process.dispatches}
-            notes.problems.append(problems := Problems(beside))
-            for row, dispatch, counter, value in _own_counts(beside, problems):
-                with problems.noted(row):
-                    counters.add(_kernel_name(kernels.get(dispatch)), counter, value)
+            for count in process.counts or ():
+                counters.add(amd_counters.plain_name(count.kernel), count.counter, count.value)
 
 
-def _own_counts(path: Path, problems: Problems) -> list[tuple[int, str, str, float]]:
-    """(row, dispatch, counter, value), summed over the instances of a hardware block, which have a
-    row each."""
-    totals: dict[tuple[str, str], tuple[int, float]] = {}
+def _add_own_counts(
+    path: Path, problems: Problems, kernels: dict[str, str], counters: Counters
+) -> None:
+    """Adds the counters of a file, summed over the instances of a hardware block, which have a row
+    each.
+
+    Args:
+        kernels: names by the number of the dispatch.
+    """
+    totals: dict[tuple[str, str], float] = {}
     rows = CsvTable(path, problems).select("dispatch_id", "counter_name", "counter_value")
     for row, (dispatch, counter, value) in rows:
         with problems.noted(row):
-            _, total = totals.get((dispatch, counter), (row, 0.0))
-            totals[dispatch, counter] = row, total + number(value)
-    return [(row, *key, total) for key, (row, total) in totals.items()]
-
-
-def _kernel_name(kernel: object) -> str:
-    """The kernel's plain name. Raises NoNumber: there is no name."""
-    name = amd_counters.plain_name(kernel) if isinstance(kernel, str) else ""
-    if not name:
-        raise NoNumber("has no kernel name")
-    return name
+            if dispatch not in kernels:
+                raise Invalid(f"no kernel was dispatch {dispatch:.40}")
+            key = dispatch, counter
+            totals[key] = totals.get(key, 0.0) + reading.amount(value)
+    for (dispatch, counter), total in totals.items():
+        counters.add(kernels[dispatch], counter, total)
 
 
 def _total_ns(sums: Sums) -> float:
@@ -225,7 +202,7 @@ def _device(workload: Path) -> str | None:
     return None
 
 
-# --- ceilings ---
+# --- ceilings ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -242,11 +219,8 @@ class Ceilings:
 
 
 def ceilings(folder: Path) -> list[Ceilings]:
-    """The ceilings of the first roofline.csv in a folder or below it; none without one.
-
-    Raises:
-        WorkshopError: it can't be read, or has no ceilings in it.
-    """
+    """The ceilings of the first roofline.csv in a folder or below it; none without one. As
+    `read_roofline`."""
     found = min(folder.rglob(_ROOFLINE), default=None)
     return [] if found is None else read_roofline(found)
 
@@ -265,9 +239,9 @@ def read_roofline(path: Path) -> list[Ceilings]:
     for row, (device, *values) in table.select("device", *columns):
         kinds: dict[str, dict[str, float]] = {"bw": {}, "flops": {}, "ops": {}}
         with problems.noted(row):
-            gpu = int(number(device))
+            gpu = int(reading.number(device))
             for match, text in zip(columns.values(), values, strict=True):
-                if (value := number(text)) > 0:
+                if (value := reading.number(text)) > 0:
                     kinds[match["unit"].lower()][match["name"].upper()] = value
             if any(kinds.values()):
                 found.append(Ceilings(gpu, kinds["bw"], kinds["flops"] | kinds["ops"]))

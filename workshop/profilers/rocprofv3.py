@@ -9,8 +9,8 @@ domain without events leaves no file.
 
 import contextlib
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,43 +19,11 @@ from workshop.errors import WorkshopError
 from workshop.profilers import reading
 from workshop.profilers.amd_counters import Counters
 from workshop.profilers.names import printable
-from workshop.profilers.reading import CsvTable, NoNumber, Problems
-from workshop.profilers.rocprofv3_formats import (
-    Count,
-    Event,
-    Files,
-    Notes,
-    Process,
-    Sum,
-    from_database,
-    from_tables,
-    interval,
-)
+from workshop.profilers.reading import CsvTable, Problems
+from workshop.profilers.rocprofv3_formats import Event, Process, from_database, from_tables
 from workshop.profilers.table import PHASES, STEP, HostCall, KernelTable, Ranges, Sums
 
 _COPY = "MEMORY_COPY_"
-
-_HEADERS: Mapping[str, frozenset[str]] = {
-    "counter_collection": frozenset(
-        ("Correlation_Id", "Dispatch_Id", "Kernel_Name", "Counter_Name", "Counter_Value")
-    ),
-    "kernel_trace": frozenset(
-        ("Correlation_Id", "Dispatch_Id", "Kernel_Name", "Start_Timestamp", "End_Timestamp")
-    ),
-    "memory_copy_trace": frozenset(("Kind", "Direction", "Start_Timestamp", "End_Timestamp")),
-    "api_trace": frozenset(("Domain", "Function", "Start_Timestamp", "End_Timestamp")),
-    "stats": frozenset(("Name", "Calls", "TotalDurationNs")),
-}
-"""The columns that identify a table; the first match counts."""
-_API_TRACES = ("hip_api_trace", "hsa_api_trace", "marker_api_trace")
-_SUMS = ("kernel_stats", "memory_copy_stats", "hip_api_stats")
-_OTHER_SUMS = re.compile(
-    r"(?:domain|marker_api|hsa_api|rccl_api|memory_allocation|scratch_memory)_stats"
-)
-_TABLES = ("kernel_trace", "memory_copy_trace", "counter_collection", "agent_info")
-_CSV_NAME = re.compile(
-    rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES + _SUMS)})\.csv(?:\.gz)?"
-)
 
 
 def read(path: Path) -> KernelTable:
@@ -75,213 +43,95 @@ def read(path: Path) -> KernelTable:
     Raises:
         WorkshopError: it can't be read, or has neither kernels, nor host calls, nor steps in it.
     """
-    notes, counters = Notes(path), Counters()
+    problems, counters = Problems(path), Counters()
     runs: dict[Path, list[Process]] = {}
     with contextlib.ExitStack() as stack:
         for files in _sets_below(path) if path.is_dir() else [_set_of(path)]:
-            runs.setdefault(files.run, []).extend(_processes(files, stack, notes))
-        table = _first_table(path, runs, counters, notes)
+            runs.setdefault(files.run, []).extend(_processes(files, stack, problems))
+        table = _first_table(path, runs, counters, problems)
         if table is None:
-            raise notes.nothing_found("kernels, host calls or steps")
+            raise problems.error("kernels, host calls or steps")
         for process in chain.from_iterable(runs.values()):
-            _add_counts(process, counters, notes)
+            for count in process.counts or ():  # those that the table has not read
+                counters.add(count.kernel, count.counter, count.value)
     counters.fill(table.kernels)
-    table.warnings += counters.warnings(table.device) + notes.warnings()
+    table.warnings += counters.warnings(table.device) + problems.warnings()
     return table
 
 
-def recognises(folder: Path) -> bool:
-    """Whether a folder holds, at any depth, a file that `read` reads."""
-    return bool(_sets_below(folder))
-
-
-def recognises_header(columns: list[str]) -> bool:
-    """Whether a CSV file with these columns is one that `read` reads."""
-    return _table_with(columns) is not None
-
-
-def is_database(path: Path) -> bool:
-    """Whether a file is an SQLite database, under any name."""
-    if not path.is_file():
-        return False
-    with reading.readable(path), path.open("rb") as file:
-        return file.read(16) == b"SQLite format 3\0"
-
-
-# --- which files there are ---
-
-
-def _table_with(columns: Iterable[str]) -> str | None:
-    has = set(columns)
-    return next((table for table, needs in _HEADERS.items() if needs <= has), None)
-
-
-def _set_of(path: Path) -> Files:
-    """A file by itself, known by its content; what a table of sums sums, by its name."""
-    files = Files(path.parent, path.name)
-    if is_database(path):
-        files.database = path
-        return files
-    columns = CsvTable(path, Problems(path)).columns
-    table = _table_with(columns)
-    if table is None:
-        raise WorkshopError(
-            f"{path}: none of the tables that rocprofv3 writes; "
-            f"its columns are {printable(', '.join(columns)):.200}"
-        )
-    if table == "api_trace":  # one header for all domains, which the rows name
-        files.tables = dict.fromkeys(_API_TRACES, path)
-    elif table == "stats":
-        if _OTHER_SUMS.search(path.name):
-            raise WorkshopError(f"{path}: sums of other events than kernels; give the folder")
-        files.tables = {next((name for name in _SUMS if name in path.name), _SUMS[0]): path}
-    else:
-        files.tables = {table: path}
-    return files
-
-
-def _sets_below(folder: Path) -> list[Files]:
-    """All files below a folder that rocprofv3 may have written, by process. Where none has a name
-    that the tool gives, they are known by their content, each for itself."""
-    sets: dict[tuple[Path, str], Files] = {}
-
-    def set_of(path: Path, prefix: str) -> Files:
-        # A number is the process's, in a folder with the host's name; others are the user's.
-        run = path.parent.parent if prefix.isdigit() else path.parent
-        return sets.setdefault((path.parent, prefix), Files(run, f"{path.parent.name}/{prefix}"))
-
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    for path in paths:
-        if match := _CSV_NAME.fullmatch(path.name):
-            set_of(path, match["prefix"] or "").tables[match["table"]] = path
-        elif path.suffix == ".db" and is_database(path):
-            set_of(path, path.stem.removesuffix("results").rstrip("_")).database = path
-    return list(sets.values()) or list(_sets_by_content(paths))
-
-
-def _sets_by_content(paths: Iterable[Path]) -> Iterator[Files]:
-    for path in paths:
-        with contextlib.suppress(WorkshopError):
-            if path.name.removesuffix(".gz").endswith(".csv"):
-                yield _set_of(path)
-
-
-# --- the table, from what the processes did ---
-
-
-def _processes(files: Files, stack: contextlib.ExitStack, notes: Notes) -> list[Process]:
-    """Those in a set of files: from its database, if that can be read, or its CSV."""
-    try:
-        if files.database is not None:
-            return from_database(files.database, files, stack)
-    except WorkshopError as error:
-        notes.errors.append(error)
-    return [from_tables(files)] if files.tables.keys() - {"agent_info"} else []
-
-
 def _first_table(
-    path: Path, runs: Mapping[Path, list[Process]], counters: Counters, notes: Notes
+    path: Path, runs: Mapping[Path, list[Process]], counters: Counters, problems: Problems
 ) -> KernelTable | None:
     """The table of the run whose times mislead least; of one with kernels, if there is any."""
-    ranked = sorted(runs, key=lambda run: (_rank(runs[run]), run))
+
+    def rank(folder: Path) -> tuple:
+        processes = runs[folder]
+        only_sums = not any(one.kernels is not None for one in processes)
+        has_kernels = any(one.has_kernels for one in processes)
+        return not has_kernels, _under_counters(processes), only_sums, folder
+
+    ranked = sorted(runs, key=rank)
     without_kernels = []
     for index, folder in enumerate(ranked):
-        run = _Run(runs[folder], counters, notes)
-        table = run.table(path)
+        table = _Run(runs[folder], counters, problems).table(path)
         if table.kernels:
-            table.warnings += [
-                f"{other} holds another run, which is left out"
+            others = (
+                other
                 for other in ranked[index + 1 :]
-                if _has_kernels(runs[other]) and not _has_counters(runs[other])
-            ]
+                if any(one.has_kernels for one in runs[other]) and not _under_counters(runs[other])
+            )
+            table.warnings += [f"{other} holds another run, which is left out" for other in others]
             return table
         without_kernels.append(table)
     return next((table for table in without_kernels if table.host_calls or table.steps), None)
 
 
-def _has_kernels(processes: Iterable[Process]) -> bool:
-    return any(one.kernels or one.kernel_sums or one.counts for one in processes)
-
-
-def _has_counters(processes: Iterable[Process]) -> bool:
-    return any(one.counts for one in processes)
-
-
-def _rank(processes: list[Process]) -> tuple[bool, bool, bool]:
-    """Sort key: the run whose times mislead least comes first."""
-    only_sums = not any(process.kernels for process in processes)
-    return not _has_kernels(processes), _has_counters(processes), only_sums
+def _under_counters(processes: Iterable[Process]) -> bool:
+    return any(one.counts is not None for one in processes)
 
 
 class _Part:
-    """A run's kernels, copies and calls, or those of a part of it."""
+    """A run's kernels, copies and calls, or those of its steps."""
 
     def __init__(self) -> None:
         self.sums = Sums()
         self.host_calls: dict[str, HostCall] = {}
         self.phases_ns = dict.fromkeys(("", *PHASES), 0.0)
         """Time of kernels and copies; under "" of those in no phase."""
-        self.kernels = 0
 
-    def add_kernel(self, name: str, ns: float, phase: str = "", **more: Any) -> None:
-        self.sums.add(name, ns, **more)
-        self.phases_ns[phase] += ns
-        self.kernels += 1
+    def add(self, name: str, total_ns: float, phase: str = "", **more: Any) -> None:
+        self.sums.add(name, total_ns, **more)
+        self.phases_ns[phase] += total_ns
 
-    def add_copy(self, direction: str, ns: float, phase: str = "", **more: Any) -> None:
-        # Versions differ in whether they put the operation's prefix before it.
-        self.sums.add(_COPY + direction.removeprefix(_COPY), ns, category="copy", **more)
-        self.phases_ns[phase] += ns
-
-    def add_host_call(self, name: str, ns: float, *, calls: int = 1, **_: object) -> None:
+    def add_call(self, name: str, total_ns: float, calls: int = 1, **_: Any) -> None:
         call = self.host_calls.setdefault(name, HostCall())
         call.calls += calls
-        call.total_ns += ns
-
-
-def _add_counts(
-    process: Process, counters: Counters, notes: Notes, part: _Part | None = None
-) -> None:
-    """Adds a process's counters and, to `part`, the dispatches that they are of. They can be read
-    once."""
-    counts, process.counts = process.counts, None
-    if counts is None:
-        return
-    path, timed = counts.problems.path, set[Hashable]()
-
-    def add_count(row: Count) -> None:
-        _, kernel, counter, value, dispatch, start, end, device = row
-        counters.add(_name(kernel), counter, value)
-        if part is not None and dispatch not in timed:
-            if start is None or end is None:
-                raise WorkshopError(
-                    f"{path}: no times in it, as ROCm 6.2 writes counters; give the folder that "
-                    "has the kernel trace too"
-                )
-            ns = interval(start, end)[1]
-            part.add_kernel(kernel, ns, device=device, process=process.name)
-            timed.add(dispatch)
-
-    notes.each(counts, add_count)
+        call.total_ns += total_ns
 
 
 class _Run:
     """Adds up the processes of one run: all that they did, and what their marked steps launched.
-    The rest is start-up and warm-up, which rocprofv3 watches too."""
+    The rest is start-up and warm-up, which rocprofv3 watches too.
 
-    def __init__(self, processes: list[Process], counters: Counters, notes: Notes) -> None:
-        self._processes, self._counters, self._notes = processes, counters, notes
+    A kernel has the correlation of the host call that launched it, and belongs where that call
+    began, on any thread, since autograd launches from its own. Without host calls nothing is
+    known. The time at which a kernel ran would not do: the GPU lags behind the host, often by more
+    than a phase.
+    """
+
+    def __init__(self, processes: list[Process], counters: Counters, problems: Problems) -> None:
+        self._processes, self._counters, self._problems = processes, counters, problems
         self._whole, self._in_steps = _Part(), _Part()
-        self._steps = 0
+        self._steps, self._kernels_in_steps = 0, 0
         self._phases: set[str] = set()
         self._calls_traced = False
-        self._under_counters = _has_counters(processes)
+        self._under_counters = _under_counters(processes)
         for process in processes:
             self._add(process)
 
     def table(self, path: Path) -> KernelTable:
         """Without the bytes and operations that come from counters."""
-        part = self._in_steps if self._in_steps.kernels else self._whole
+        part = self._in_steps if self._kernels_in_steps else self._whole
         table = KernelTable(
             path,
             next((process.tool for process in self._processes), "rocprofv3"),
@@ -321,131 +171,207 @@ class _Run:
         return table
 
     def _add(self, process: Process) -> None:
-        launches, each, whole = _Launches(process.name), self._notes.each, self._whole
-        add_kernel = partial(whole.add_kernel, process=process.name)
-        add_copy = partial(whole.add_copy, process=process.name)
-        if each(process.markers, partial(self._add_range, launches)):
-            launches.close_ranges()
-            each(process.hsa_calls, partial(_place_call, launches))
-        self._steps = max(self._steps, len(launches.steps))
-        if each(process.host_calls, partial(self._add_call, launches)):
-            self._calls_traced = True
-        else:
-            each(process.host_call_sums, partial(_add_sum, whole.add_host_call))
-        traced = each(process.kernels, partial(self._add_kernel, launches))
-        if not traced and not each(process.kernel_sums, partial(_add_sum, add_kernel)):
-            _add_counts(process, self._counters, self._notes, whole)
-        # Where only sums of the kernels are known, the copies alone make no timeline.
-        in_timeline = traced > 0 and not self._under_counters
-        if not each(process.copies, partial(self._add_copy, launches, in_timeline=in_timeline)):
-            each(process.copy_sums, partial(_add_sum, add_copy))
+        place = self._places(process)
+        traced = False
+        for event in process.kernels or ():
+            traced = True
+            in_step, phase = place(event)
+            self._kernels_in_steps += in_step
+            self._add_event(process, event, event.name, in_step, phase, not self._under_counters)
+        summed = False
+        for sums in () if traced else process.kernel_sums or ():
+            summed = True
+            self._whole.add(**sums, process=process.name)
+        if not traced and not summed:
+            self._add_counted(process)
+        copied = False
+        for event in process.copies or ():
+            copied = True
+            # Versions differ in whether they put the operation's prefix before it.
+            name = _COPY + event.name.removeprefix(_COPY)
+            # Where only sums of the kernels are known, the copies alone make no timeline.
+            in_timeline = traced and not self._under_counters
+            self._add_event(process, event, name, *place(event), in_timeline, category="copy")
+        for sums in () if copied else process.copy_sums or ():
+            name = _COPY + sums["name"].removeprefix(_COPY)
+            self._whole.add(**sums | {"name": name}, category="copy", process=process.name)
 
-    def _add_range(self, launches: "_Launches", event: Event) -> None:
-        _, name, start, end, *_ = event
-        launches.add_range(name, *interval(start, end))
-        if name in PHASES:
-            self._phases.add(name)
+    def _places(self, process: Process) -> Callable[[Event], tuple[bool, str]]:
+        """Adds the ranges and host calls of a process; a function that says for what it launched
+        whether a step did so, and in which phase ("" for none)."""
+        ranges = [event for event in process.markers or () if event.ns]  # others are marks
+        spans = [(event.start, event.start + event.ns - 1, event.name) for event in ranges]
+        marked = [span for span in spans if span[2] == STEP]
+        steps, phases = Ranges(marked), Ranges(span for span in spans if span[2] in PHASES)
+        self._steps = max(self._steps, len(marked))
+        self._phases |= {event.name for event in ranges} & {*PHASES}
+        places: dict[Hashable, tuple[bool, str]] = {}
 
-    def _add_call(self, launches: "_Launches", event: Event) -> None:
-        _, name, start, end, correlation, *_ = event
-        first, ns = interval(start, end)
-        for part in self._parts(launches.add_call(correlation, first)):
-            part.add_host_call(_name(name), ns)
+        def note(call: Event) -> bool:
+            in_step, phase = bool(steps.at(call.start)), phases.at(call.start)
+            if in_step or phase:
+                places[call.correlation] = in_step, phase
+            return in_step
 
-    def _add_kernel(self, launches: "_Launches", event: Event) -> None:
-        _, name, start, end, correlation, device, _ = event
-        first, ns = interval(start, end)
-        where = {"device": device, "process": launches.process}
-        start_ns = None if self._under_counters else first
-        in_step, phase = launches.place(correlation)
+        for call in process.hsa_calls or () if ranges else ():
+            note(call)
+        traced = False
+        for call in process.host_calls or ():
+            traced = self._calls_traced = True
+            for part in self._parts(note(call)):
+                part.add_call(call.name, call.ns)
+        for sums in () if traced else process.host_call_sums or ():
+            self._whole.add_call(**sums)
+        return lambda event: places.get(event.correlation, (False, ""))
+
+    def _add_event(
+        self,
+        process: Process,
+        event: Event,
+        name: str,
+        in_step: bool,
+        phase: str,
+        in_timeline: bool,
+        **more: Any,
+    ) -> None:
+        more |= {"device": event.device, "process": process.name, "bytes": event.bytes}
+        start_ns = event.start if in_timeline else None
         for part in self._parts(in_step):
-            part.add_kernel(_name(name), ns, phase, start_ns=start_ns, **where)
+            part.add(name, event.ns, phase, start_ns=start_ns, **more)
 
-    def _add_copy(self, launches: "_Launches", event: Event, *, in_timeline: bool) -> None:
-        _, direction, start, end, correlation, device, size = event
-        first, ns = interval(start, end)
-        where = {"device": device, "process": launches.process}
-        start_ns = first if in_timeline else None
-        in_step, phase = launches.place(correlation)
-        for part in self._parts(in_step):
-            moved = _size(size)
-            part.add_copy(_name(direction), ns, phase, start_ns=start_ns, bytes=moved, **where)
+    def _add_counted(self, process: Process) -> None:
+        """Adds the dispatches that a process has under counters alone, with these."""
+        timed = set[Hashable]()
+        for count in process.counts or ():
+            self._counters.add(count.kernel, count.counter, count.value)
+            if count.ns is None:
+                why = "no times in it, as ROCm 6.2 writes counters; give the folder that has the"
+                error = WorkshopError(f"{self._problems.path}: {why} kernel trace too")
+                self._problems.errors.append(error)
+                return
+            if count.dispatch not in timed:
+                self._whole.add(count.kernel, count.ns, device=count.device, process=process.name)
+                timed.add(count.dispatch)
 
     def _parts(self, in_step: bool) -> tuple[_Part, ...]:
         return (self._whole, self._in_steps) if in_step else (self._whole,)
 
 
-class _Launches:
-    """The step and phase of each launch in one process. Ranges come before host calls, and those
-    before what they launched.
-
-    A kernel has the correlation of the host call that launched it, and belongs where that call
-    began, on any thread, since autograd launches from its own. Without host calls nothing is
-    known. The time at which a kernel ran would not do: the GPU lags behind the host, often by more
-    than a phase.
-    """
-
-    def __init__(self, process: str) -> None:
-        self.process = process
-        self.steps: list[tuple[float, float, str]] = []
-        self._phases: list[tuple[float, float, str]] = []
-        self._step_ranges = self._phase_ranges = Ranges(())
-        self._places: dict[Hashable, tuple[bool, str]] = {}
-
-    def add_range(self, name: object, start: int, ns: int) -> None:
-        if not ns:  # a mark, no range
-            return
-        if name == STEP:
-            self.steps.append((start, start + ns - 1, STEP))  # with its last nanosecond
-        elif isinstance(name, str) and name in PHASES:
-            self._phases.append((start, start + ns - 1, name))
-
-    def close_ranges(self) -> None:
-        """All ranges were added."""
-        self._step_ranges, self._phase_ranges = Ranges(self.steps), Ranges(self._phases)
-
-    def add_call(self, correlation: Hashable, start: int) -> bool:
-        """Whether it began in a step."""
-        in_step, phase = bool(self._step_ranges.at(start)), self._phase_ranges.at(start)
-        if in_step or phase:
-            self._places[correlation] = in_step, phase
-        return in_step
-
-    def place(self, correlation: Hashable) -> tuple[bool, str]:
-        """Whether a step launched what has this correlation, and in which phase; "" for none."""
-        return self._places.get(correlation, (False, ""))
+# --- which files there are -----------------------------------------------------------------------
 
 
-def _place_call(launches: _Launches, event: Event) -> None:
-    _, _, start, end, correlation, *_ = event
-    launches.add_call(correlation, interval(start, end)[0])
+@dataclass
+class Files:
+    """The files that one traced process left."""
+
+    run: Path
+    """The folder that it shares with the other processes of its run."""
+    process: str = ""
+    """The name that tells it from the others, as in "host/77"."""
+    tables: dict[str, Path] = field(default_factory=dict)
+    """CSV, by the domain in their names, such as "kernel_trace"."""
+    database: Path | None = None
 
 
-# --- single values ---
+_HEADERS: Mapping[str, frozenset[str]] = {
+    "counter_collection": frozenset(
+        ("Correlation_Id", "Dispatch_Id", "Kernel_Name", "Counter_Name", "Counter_Value")
+    ),
+    "kernel_trace": frozenset(
+        ("Correlation_Id", "Dispatch_Id", "Kernel_Name", "Start_Timestamp", "End_Timestamp")
+    ),
+    "memory_copy_trace": frozenset(("Kind", "Direction", "Start_Timestamp", "End_Timestamp")),
+    "api_trace": frozenset(("Domain", "Function", "Start_Timestamp", "End_Timestamp")),
+    "stats": frozenset(("Name", "Calls", "TotalDurationNs")),
+}
+"""The columns that identify a table; the first match counts."""
+_API_TRACES = ("hip_api_trace", "hsa_api_trace", "marker_api_trace")
+_SUMS = ("kernel_stats", "memory_copy_stats", "hip_api_stats")
+_OTHER_SUMS = re.compile(
+    r"(?:domain|marker_api|hsa_api|rccl_api|memory_allocation|scratch_memory)_stats"
+)
+_TABLES = ("kernel_trace", "memory_copy_trace", "counter_collection", "agent_info")
+_CSV_NAME = re.compile(
+    rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES + _SUMS)})\.csv(?:\.gz)?"
+)
 
 
-def _name(name: object) -> str:
-    if not isinstance(name, str) or not name:
-        raise NoNumber(f"{name!r:.40} is no name")
-    return printable(name)
+def recognises(folder: Path) -> bool:
+    """Whether a folder holds, at any depth, a file that `read` reads."""
+    return bool(_sets_below(folder))
 
 
-def _add_sum(add: Callable[..., None], row: Sum) -> None:
-    """Gives a row of a table of sums to `add`, with its extremes where it has both."""
-    _, name, calls, total, shortest, longest = row
-    number_of_calls, total_ns = reading.count(calls), reading.nanoseconds(total)
-    if shortest is None or longest is None:
-        add(_name(name), total_ns, calls=number_of_calls)
-        return
-    least, most = reading.nanoseconds(shortest), reading.nanoseconds(longest)
-    mean = total_ns / number_of_calls
-    if not least - 1 <= mean <= most + 1:
-        raise NoNumber(f"a mean of {mean:.0f} ns is not between {least:.0f} and {most:.0f}")
-    add(_name(name), total_ns, calls=number_of_calls, min_ns=least, max_ns=most)
+def recognises_header(columns: Iterable[str]) -> bool:
+    """Whether a CSV file with these columns is one that `read` reads."""
+    return _table_with(columns) is not None
 
 
-def _size(size: Any) -> float | None:
-    """A copy's bytes, where the format has them."""
-    with contextlib.suppress(NoNumber):
-        return reading.amount(size)
-    return None
+def is_database(path: Path) -> bool:
+    """Whether a file is an SQLite database, under any name."""
+    return path.is_file() and reading.starts_with(path, b"SQLite format 3\0")
+
+
+def _table_with(columns: Iterable[str]) -> str | None:
+    has = set(columns)
+    return next((table for table, needs in _HEADERS.items() if needs <= has), None)
+
+
+def _set_of(path: Path) -> Files:
+    """A file by itself, known by its content; what a table of sums sums, by its name."""
+    if is_database(path):
+        return Files(path.parent, path.name, database=path)
+    columns = CsvTable(path, Problems(path)).columns
+    table = _table_with(columns)
+    if table is None:
+        raise WorkshopError(
+            f"{path}: none of the tables that rocprofv3 writes; "
+            f"its columns are {printable(', '.join(columns)):.200}"
+        )
+    names: Iterable[str] = [table]
+    if table == "api_trace":  # one header for all domains, which the rows name
+        names = _API_TRACES
+    elif table == "stats":
+        if _OTHER_SUMS.search(path.name):
+            raise WorkshopError(f"{path}: sums of other events than kernels; give the folder")
+        names = [next((name for name in _SUMS if name in path.name), _SUMS[0])]
+    return Files(path.parent, path.name, dict.fromkeys(names, path))
+
+
+def _sets_below(folder: Path) -> list[Files]:
+    """All files below a folder that rocprofv3 may have written, by process. Where none has a name
+    that the tool gives, they are known by their content, each for itself."""
+    sets: dict[tuple[Path, str], Files] = {}
+
+    def set_of(path: Path, prefix: str) -> Files:
+        # A number is the process's, in a folder with the host's name; others are the user's.
+        run = path.parent.parent if prefix.isdigit() else path.parent
+        return sets.setdefault((path.parent, prefix), Files(run, f"{path.parent.name}/{prefix}"))
+
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    for path in paths:
+        if match := _CSV_NAME.fullmatch(path.name):
+            set_of(path, match["prefix"] or "").tables[match["table"]] = path
+        elif path.suffix == ".db" and is_database(path):
+            set_of(path, path.stem.removesuffix("results").rstrip("_")).database = path
+    if sets:
+        return list(sets.values())
+    found = []
+    for path in paths:
+        with contextlib.suppress(WorkshopError):
+            if path.name.removesuffix(".gz").endswith(".csv"):
+                found.append(_set_of(path))
+    return found
+
+
+def _processes(files: Files, stack: contextlib.ExitStack, problems: Problems) -> list[Process]:
+    """Those in a set of files: from its database, if that can be read, or its CSV."""
+    try:
+        if files.database is not None:
+            return from_database(files.database, files.process, stack, problems)
+    except WorkshopError as error:
+        problems.errors.append(error)
+    return (
+        [from_tables(files.tables, files.process, problems)]
+        if files.tables.keys() - {"agent_info"}
+        else []
+    )

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from workshop import errors
@@ -24,7 +24,6 @@ from workshop import results
 from workshop.arguments import count, parse
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.profilers import programs, summary
-from workshop.profilers.programs import Program
 from workshop.profilers.runner_files import COMMAND_FILE
 from workshop.profilers.summary import Outcome
 from workshop.run import processes
@@ -43,8 +42,9 @@ QUESTIONS = {
 """By tool: what its script answers, in the order of the ladder of tools."""
 
 _STYLES = {"ok": "green", "failed": "bold red"}
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|[\x00-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|[\x00-\x09\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _TAIL = 1 << 14
+"""Bytes at the end of a log in which the reason of a failure is looked for."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -82,7 +82,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    program = _program_of(arguments.folder)
+    program = programs.of_folder(arguments.folder)
+    if program is None:
+        where = f"--folder {arguments.folder}"
+        raise WorkshopError(f"{where}: it is no folder of a version, or of a lab's program")
     outcomes = [_planned(arguments.folder, script) for script in arguments.scripts]
     if arguments.dry_run:
         return _dry_run(outcomes, arguments)
@@ -94,7 +97,8 @@ def _profile(arguments: argparse.Namespace) -> int:
     interrupted = _run_each(outcomes, arguments)
     content = summary.sum_up(program, outcomes, arguments.model_flags, folder)
     written = summary.write(content, folder)
-    _show(program, outcomes, content["headline"], folder)
+    title = f"profilers of {program.key} ({program.title}); outputs in {folder}"
+    _show(title, outcomes, content["headline"])
     for path in written:
         print(f"Written: {path}")
     if interrupted:
@@ -102,12 +106,6 @@ def _profile(arguments: argparse.Namespace) -> int:
         return errors.INTERRUPTED
     failed = any(outcome.status == "failed" for outcome in outcomes)
     return errors.ANSWER_IS_NO if failed else errors.DONE
-
-
-def _program_of(folder: Path) -> Program:
-    if program := programs.of_folder(folder):
-        return program
-    raise WorkshopError(f"--folder {folder}: it is no folder of a version, or of a lab's program")
 
 
 def _planned(folder: Path, script: str) -> Outcome:
@@ -121,13 +119,12 @@ def _planned(folder: Path, script: str) -> Outcome:
 # --- running -------------------------------------------------------------------------------------
 
 
-def _command(outcome: Outcome, arguments: argparse.Namespace, *, dry_run: bool) -> list[str]:
+def _command(outcome: Outcome, arguments: argparse.Namespace, *options: str) -> list[str]:
     program = sys.executable if outcome.script.endswith(".py") else "bash"
     command = [program, str(arguments.folder / outcome.script)]
     command += ["--output-dir", str(arguments.output_dir / outcome.output)]
     command += ["--steps", str(arguments.steps)] if arguments.steps else []
-    command += ["--dry-run"] if dry_run else []
-    return [*command, "--", *arguments.model_flags]
+    return [*command, *options, "--", *arguments.model_flags]
 
 
 def _environment() -> dict[str, str]:
@@ -135,24 +132,31 @@ def _environment() -> dict[str, str]:
     return {"COLUMNS": "132"} | os.environ | {"PYTHON": sys.executable, "PYTHONUNBUFFERED": "1"}
 
 
+def _try(outcome: Outcome, arguments: argparse.Namespace) -> tuple[int, str, str]:
+    """A dry run's exit status, what it printed, and why it did not succeed."""
+    done = subprocess.run(
+        _command(outcome, arguments, "--dry-run"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        env=_environment(),
+        check=False,
+    )
+    status = done.returncode
+    return status, done.stdout, "" if status == errors.DONE else _reason(done.stderr, status)
+
+
 def _dry_run(outcomes: list[Outcome], arguments: argparse.Namespace) -> int:
     worst = errors.DONE
     for outcome in outcomes:
-        print(f"# --- {outcome.script}: {outcome.question}", flush=True)
-        command = _command(outcome, arguments, dry_run=True)
-        done = subprocess.run(
-            command,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-            env=_environment(),
-            check=False,
-        )
-        if done.returncode == errors.NOT_ON_THIS_MACHINE:
-            print(f"skipped: {_reason(list(_lines_from_the_end(done.stderr)), done.returncode)}")
-            continue
-        sys.stderr.write(done.stderr)
-        worst = worst or done.returncode
+        status, printed, reason = _try(outcome, arguments)
+        print(f"# --- {outcome.script}: {outcome.question}\n{printed}", end="")
+        if status == errors.NOT_ON_THIS_MACHINE:
+            print(f"skipped: {reason}")
+        elif status:
+            print(f"error: {reason}", file=sys.stderr)
+            worst = worst or status
     return worst
 
 
@@ -167,17 +171,7 @@ def _check_model_flags(outcomes: list[Outcome], arguments: argparse.Namespace) -
     outcome = next((outcome for outcome in outcomes if outcome.script.endswith(".py")), None)
     if outcome is None:
         return
-    done = subprocess.run(
-        _command(outcome, arguments, dry_run=True),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        env=_environment(),
-        check=False,
-    )
-    status = done.returncode
-    reason = _reason(list(_lines_from_the_end(done.stderr)), status)
+    status, _, reason = _try(outcome, arguments)
     if status == errors.NOT_ON_THIS_MACHINE:
         raise NotOnThisMachine(reason)
     if status == errors.WRONG_USAGE:
@@ -202,10 +196,20 @@ def _run_each(outcomes: list[Outcome], arguments: argparse.Namespace) -> bool:
 
 
 def _run(outcome: Outcome, arguments: argparse.Namespace) -> None:
-    """Runs a script, and fills its outcome."""
-    output, log = arguments.output_dir / outcome.output, arguments.output_dir / outcome.log
-    before, started = _filled_at(output), time.monotonic()
-    process = _start(_command(outcome, arguments, dry_run=False), log)
+    """Runs a script, and fills its outcome. The script is the head of its own process group: Ctrl-C
+    reaches us alone, and we end all of the group, however deep a profiler has put the program."""
+    commands = arguments.output_dir / outcome.output / COMMAND_FILE
+    log = arguments.output_dir / outcome.log
+    before, started = _modified(commands), time.monotonic()
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            _command(outcome, arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=_environment(),
+            start_new_session=True,
+        )
     try:
         with processes.ended_with_us(process):
             try:
@@ -216,32 +220,16 @@ def _run(outcome: Outcome, arguments: argparse.Namespace) -> None:
     finally:
         outcome.seconds = time.monotonic() - started
         status = outcome.exit_status = process.returncode
-        outcome.filled = _filled_at(output) not in (None, before)
+        # A script writes its commands before it does anything else in its folder.
+        outcome.filled = _modified(commands) not in (None, before)
     known = {errors.DONE: "ok", errors.NOT_ON_THIS_MACHINE: "skipped"}
     outcome.status = known.get(status, "failed")
     if status != errors.DONE:
-        outcome.reason = _reason(list(_last_lines(log)), status)
+        outcome.reason = _reason(log.read_bytes()[-_TAIL:].decode(errors="replace"), status)
 
 
-def _filled_at(output: Path) -> int | None:
-    """When a script last wrote down its commands, which is the first thing that each does with its
-    folder; None where no script has been."""
-    commands = output / COMMAND_FILE
-    return commands.stat().st_mtime_ns if commands.is_file() else None
-
-
-def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Starts a script as the head of its own process group: Ctrl-C reaches us alone, and we end
-    all of the group, however deep a profiler has put the program."""
-    with log.open("wb") as file:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=_environment(),
-            start_new_session=True,
-        )
+def _modified(file: Path) -> int | None:
+    return file.stat().st_mtime_ns if file.is_file() else None
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -257,32 +245,19 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _reason(lines: list[str], status: int) -> str:
-    """Why a script ended with a status, by the lines that it printed, the last one first."""
+def _reason(printed: str, status: int) -> str:
+    """Why a script ended with a status, by the last of the messages that it printed."""
     if status < 0:
         return f"ended by {signal.Signals(-status).name}"
-    messages = (line for line in lines if line.startswith(("skipped: ", "error: ")))
-    last = next(messages, lines[0] if lines else f"exit status {status}, no message")
+    lines = [line.strip() for line in re.split(r"[\r\n]+", _CONTROL.sub("", printed))]
+    lines = list(filter(None, lines)) or [f"exit status {status}, no message"]
+    messages = [line for line in lines if line.startswith(("skipped: ", "error: "))]
+    last = (messages or lines)[-1]
     # argparse puts the program's name before it.
     return last.removeprefix("skipped: ").removeprefix("error: ").replace(": error: ", ": ", 1)
 
 
-def _last_lines(log: Path) -> Iterator[str]:
-    """The lines at the end of a log, the last one first, without terminal codes."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL))
-        yield from _lines_from_the_end(file.read().decode(errors="replace"))
-
-
-def _lines_from_the_end(text: str) -> Iterator[str]:
-    lines = (_CONTROL.sub("", line).strip() for line in reversed(re.split(r"[\r\n]+", text)))
-    return filter(None, lines)
-
-
-# --- summing up ----------------------------------------------------------------------------------
-
-
-def _show(program: Program, outcomes: list[Outcome], headline: str, folder: Path) -> None:
+def _show(title: str, outcomes: Iterable[Outcome], headline: str) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -290,15 +265,12 @@ def _show(program: Program, outcomes: list[Outcome], headline: str, folder: Path
     console = Console()
     if not console.is_terminal:
         console = Console(width=132)
-    title = Text(f"profilers of {program.key} ({program.title}); outputs in {folder}", "bold")
-    console.print(title)
+    console.print(Text(title, "bold"))
     table = Table()
     table.add_column("tool", no_wrap=True)
     table.add_column("result", ratio=1)
     table.add_column("seconds", justify="right", no_wrap=True)
-    for outcome in outcomes:
-        if outcome.status == "skipped":
-            continue
+    for outcome in (outcome for outcome in outcomes if outcome.status != "skipped"):
         log = f" ({outcome.log})" if outcome.status == "failed" else ""
         seconds = f"{outcome.seconds:.0f}" if outcome.exit_status is not None else "-"
         cells = map(Text, (outcome.tool, outcome.result + log, seconds))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +13,12 @@ from workshop.profilers.names import display_name, distinct_names, printable
 from workshop.profilers.table import Kernel, KernelTable
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from rich.text import Text
 
 _LEAST_NAME, _READABLE_NAME = 16, 30
 """Characters of a name: below the second, figures that can be done without make room for it."""
 _DISPENSABLE = ("max", "min", "mean µs", "calls")
 """The headings of those, the first to go first."""
-_OF_SUMS = ("calls", "total ms", "share")
-"""The headings of what can be given of many kernels together too."""
 COLOURS = {
     "GEMM": "green",
     "attention": "cyan",
@@ -32,6 +29,23 @@ COLOURS = {
     "communication": "bright_red",
     "other": "white",
 }
+_Column = tuple[str, Callable[[Kernel, float], float | None]]
+"""Format, and the figure of a kernel and the total of all."""
+_COLUMNS: dict[str, _Column] = {
+    "calls": (",", lambda k, total: k.calls),
+    "total ms": (",.3f", lambda k, total: k.total_ns / 1e6),
+    "mean µs": (",.1f", lambda k, total: k.mean_ns / 1e3),
+    "min": (",.1f", lambda k, total: None if k.min_ns is None else k.min_ns / 1e3),
+    "max": (",.1f", lambda k, total: None if k.max_ns is None else k.max_ns / 1e3),
+    "share": (".1%", lambda k, total: k.total_ns / total if total else 0.0),
+    "GB/s": (",.0f", lambda k, total: k.bytes / k.total_ns if k.bytes and k.total_ns else None),
+    "TFLOP/s": (
+        ",.1f",
+        lambda k, total: k.flops / k.total_ns / 1e3 if k.flops and k.total_ns else None,
+    ),
+}
+_OF_SUMS = ("calls", "total ms", "share")
+"""The headings of what can be given of many kernels together too."""
 
 
 def show(path: Path, *, limit: int = 15, output_dir: Path | None = None) -> int:
@@ -45,10 +59,8 @@ def show(path: Path, *, limit: int = 15, output_dir: Path | None = None) -> int:
     table = load_with_doubts(path, ended=not by_its_runner)
     written = kernel_file.write(table, output_dir) if output_dir is not None else ()
     console = Console()
-    for renderable in render(table, limit, console.width):
+    for renderable in [*render(table, limit, console.width), *render_warnings(table.warnings)]:
         console.print(renderable)
-    for warning in render_warnings(table.warnings):
-        console.print(warning)
     for file in written:
         print(f"Written: {file}")
     return errors.DONE
@@ -63,7 +75,7 @@ def render(table: KernelTable, limit: int, width: int) -> list[Any]:
     shown, rest = table.kernels[:limit], table.kernels[limit:]
     wanted = max((len(display_name(kernel.name, _READABLE_NAME)) for kernel in shown), default=0)
     categories = max(len(category) for category in ("category", *(k.category for k in shown)))
-    columns = _columns(table, shown, rest)
+    columns = _columns(shown, rest, table.total_ns)
 
     def left_for_names() -> int:
         numbers = sum(max(map(len, (heading, *cells))) for heading, cells in columns.items())
@@ -74,7 +86,9 @@ def render(table: KernelTable, limit: int, width: int) -> list[Any]:
         if left_for_names() < wanted:
             columns.pop(heading, None)
     left = max(left_for_names(), _LEAST_NAME)
-    hot = Table(title=Text(_title(table)), title_justify="left")
+    where = f", {display_name(table.device, 60)}" if table.device else ""
+    title = Text(f"{printable(table.tool)}{where}: {printable(str(table.path))}")
+    hot = Table(title=title, title_justify="left")
     hot.add_column(table.what, no_wrap=True, max_width=left)
     hot.add_column("category", no_wrap=True)
     for heading in columns:
@@ -83,17 +97,31 @@ def render(table: KernelTable, limit: int, width: int) -> list[Any]:
     for index, kernel in enumerate(shown):
         cells = (texts[index] for texts in columns.values())
         # Names come from files: as text they can be neither markup nor terminal codes.
-        name, category = Text(names[index]), Text(kernel.category, COLOURS[kernel.category])
-        hot.add_row(name, category, *cells)
+        hot.add_row(Text(names[index]), Text(kernel.category, COLOURS[kernel.category]), *cells)
     if rest:
         cells = (texts[-1] for texts in columns.values())
         hot.add_row(f"{len(rest):,} more", "", *cells, style="dim")
-    return [hot, Text("\n".join(summary(table))), *render_steps(table)]
+    return [hot, Text("\n".join(summary(table))), *_render_steps(table)]
 
 
-def render_steps(table: KernelTable) -> list[Table | Text]:
+def _columns(shown: list[Kernel], rest: list[Kernel], total: float) -> dict[str, list[str]]:
+    """The cells by heading, for each kernel that is shown, and for the rest together if there is
+    one; without the figures that the tool does not have."""
+    together = Kernel("", "other", sum(k.calls for k in rest), sum(k.total_ns for k in rest))
+    columns = {}
+    for heading, (style, figure) in _COLUMNS.items():
+        found = [figure(kernel, total) for kernel in shown]
+        if any(found):
+            columns[heading] = ["-" if n is None else format(n, style) for n in found]
+            if rest:
+                last = figure(together, total) if heading in _OF_SUMS else ""
+                columns[heading].append(format(last, style if last != "" else ""))
+    return columns
+
+
+def _render_steps(table: KernelTable) -> list[Any]:
     """The steps' time by what then ran, and what they used of the GPU; nothing where the tool does
-    not see it. Needs rich."""
+    not see it."""
     from rich.table import Table
     from rich.text import Text
 
@@ -105,9 +133,8 @@ def render_steps(table: KernelTable) -> list[Table | Text]:
     parts.add_column("the first active")
     for heading in ("mean ms", "share", "least", "most"):
         parts.add_column(heading, justify="right")
-    for category in step_time.CATEGORIES:
+    for category, part in mean.parts_ns.items():
         each = [step.parts_ns[category] for step in steps]
-        part = mean.parts_ns[category]
         mean_ms, least, most = (f"{ns / 1e6:,.3f}" for ns in (part, min(each), max(each)))
         if part:
             parts.add_row(category, mean_ms, f"{part / mean.ns:.1%}", least, most)
@@ -118,35 +145,6 @@ def render_steps(table: KernelTable) -> list[Table | Text]:
     return [parts, Text("\n".join(lines))]
 
 
-def _columns(table: KernelTable, shown: list[Kernel], rest: list[Kernel]) -> dict[str, list[str]]:
-    """The cells by heading, for each kernel that is shown, and for the rest together if there is
-    one; without the figures that the tool does not have."""
-    total = table.total_ns
-    values: dict[str, tuple[str, Callable[[Kernel], float | None]]] = {
-        "calls": (",", lambda k: k.calls),
-        "total ms": (",.3f", lambda k: k.total_ns / 1e6),
-        "mean µs": (",.1f", lambda k: k.mean_ns / 1e3),
-        "min": (",.1f", lambda k: None if k.min_ns is None else k.min_ns / 1e3),
-        "max": (",.1f", lambda k: None if k.max_ns is None else k.max_ns / 1e3),
-        "share": (".1%", lambda k: k.total_ns / total if total else 0.0),
-        "GB/s": (",.0f", lambda k: k.bytes / k.total_ns if k.bytes and k.total_ns else None),
-        "TFLOP/s": (
-            ",.1f", lambda k: k.flops / k.total_ns / 1e3 if k.flops and k.total_ns else None
-        ),
-    }  # fmt: skip
-    together = Kernel("", "other", sum(k.calls for k in rest), sum(k.total_ns for k in rest))
-    columns = {}
-    for heading, (style, value) in values.items():
-        found = [value(kernel) for kernel in shown]
-        if not any(found):
-            continue
-        columns[heading] = ["-" if number is None else format(number, style) for number in found]
-        if rest:
-            last = format(value(together), style) if heading in _OF_SUMS else ""
-            columns[heading].append(last)
-    return columns
-
-
 def render_warnings(warnings: Iterable[str]) -> list[Text]:
     """A table's warnings for rich's console. Needs rich."""
     from rich.text import Text
@@ -154,36 +152,25 @@ def render_warnings(warnings: Iterable[str]) -> list[Text]:
     return [Text(f"warning: {printable(warning)}", style="yellow") for warning in warnings]
 
 
-def _title(table: KernelTable) -> str:
-    where = f", {display_name(table.device, 60)}" if table.device else ""
-    return f"{printable(table.tool)}{where}: {printable(str(table.path))}"
-
-
-def summary(table: KernelTable) -> list[str]:
+def summary(table: KernelTable) -> Iterator[str]:
     """Calls, busy and idle time, time by marker range and by category: a line each, where known."""
-    lines = [f"{table.launches:,} {table.what} calls, {table.total_ns / 1e6:,.3f} ms"]
+    in_steps, total, steps = "", table.total_ns, table.steps or 1
     if table.steps:
-        per_step = table.launches / table.steps, table.total_ns / table.steps / 1e6
-        in_steps = f"{table.steps:,} step{'s' if table.steps > 1 else ''}"
-        lines[0] += f", in {in_steps}: {per_step[0]:,.0f} calls, {per_step[1]:,.3f} ms each"
-    if table.timeline and table.timeline.span_ns:
-        t = table.timeline
-        lines.append(
+        in_steps = f", in {steps:,} step{'s' * (steps > 1)}: {table.launches / steps:,.0f} calls, "
+        in_steps += f"{total / steps / 1e6:,.3f} ms each"
+    yield f"{table.launches:,} {table.what} calls, {total / 1e6:,.3f} ms{in_steps}"
+    if (t := table.timeline) and t.span_ns:
+        yield (
             f"GPU busy {t.busy_ns / 1e6:,.3f} of {t.span_ns / 1e6:,.3f} ms "
             f"({t.busy_ns / t.span_ns:.1%}), idle {t.idle_ns / 1e6:,.3f} ms"
         )
-    if table.loading:
-        wait, span = table.loading.wait_ns, table.loading.span_ns
-        lines.append(
-            f"loading data {wait / 1e6:,.3f} of {span / 1e6:,.3f} ms ({wait / span:.1%}), "
-            f"{table.loading.batches:,} batches"
-        )
+    if loading := table.loading:
+        wait, span = loading.wait_ns, loading.span_ns
+        times = f"{wait / 1e6:,.3f} of {span / 1e6:,.3f} ms ({wait / span:.1%})"
+        yield f"loading data {times}, {loading.batches:,} batches"
     if table.phases_ns:
-        steps, each = (table.steps, " a step") if table.steps else (1, "")
         parts = [f"{name} {ns / steps / 1e6:,.3f} ms" for name, ns in table.phases_ns.items()]
-        lines.append(f"by marker range{each}: {', '.join(parts)}")
-    total = table.total_ns
+        yield f"by marker range{' a step' if table.steps else ''}: {', '.join(parts)}"
     if total:
         shares = ", ".join(f"{name} {ns / total:.1%}" for name, ns in table.category_ns().items())
-        lines.append(f"by category: {shares}")
-    return lines
+        yield f"by category: {shares}"

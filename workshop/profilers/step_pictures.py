@@ -1,14 +1,13 @@
 """Pictures of where the time of training steps goes: a trace's steps, or a ladder's rungs."""
 
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from workshop import errors, results
 from workshop.errors import WorkshopError
 from workshop.profilers import kineto, step_time
+from workshop.profilers import picture as pictures
 from workshop.profilers.names import printable
 from workshop.profilers.step_time import (
     COPY,
@@ -41,10 +40,6 @@ _STYLE: Any = {
 }
 _MOST_STEPS = 50
 """In one picture."""
-_NO_STEPS = (
-    "no times of steps in it: torch.profiler's traces have them, where its step() follows each, or "
-    "ranges named step mark them"
-)
 
 
 def picture(trace: Path, target: Path, title: str = "") -> None:
@@ -59,12 +54,16 @@ def picture(trace: Path, target: Path, title: str = "") -> None:
         WorkshopError: the trace can't be read, has no steps, or the picture can't be written.
         NotOnThisMachine: there is no matplotlib.
     """
+    pictures.check_target(target)
     table = kineto.read(trace)
     for warning in table.warnings:
         print(f"warning: {printable(warning)}", file=sys.stderr)
     steps = table.step_times
     if not steps:
-        raise WorkshopError(f"{trace}: {_NO_STEPS}")
+        raise WorkshopError(
+            f"{trace}: no times of steps in it: torch.profiler's traces have them, where its "
+            "step() follows each, or ranges named step mark them"
+        )
     means = [(f"step {number}", step) for number, step in enumerate(steps[:_MOST_STEPS], 1)]
     if len(steps) > 1:
         means.insert(0, (f"mean of {len(steps):,}", step_time.mean(steps)))
@@ -81,50 +80,41 @@ def compare_pictures(means: Sequence[tuple[str, StepTime]], target: Path, title:
     Raises:
         WorkshopError, NotOnThisMachine: the picture can't be written, or matplotlib is missing.
     """
-    errors.require("matplotlib")
-    if target.suffix.lower() != ".png":
-        raise WorkshopError(f"{target}: the picture is a PNG: give a name that ends in .png")
+    pictures.check_target(target)
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    with rc_context(_STYLE), warnings.catch_warnings():
-        # A name in a script that is not in the font is drawn as boxes.
-        warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
-        figure = _draw([(printable(name), step) for name, step in means], printable(title))
-        FigureCanvasAgg(figure)
-        try:
-            with results.atomic_path(target) as path:
-                figure.savefig(path, format="png", dpi=100)
-        except OSError as error:
-            raise WorkshopError(f"{target} can't be written: {error.strerror}") from None
+    with rc_context(_STYLE):
+        shown = [printable(name) for name, _ in means]
+        figure = _draw(shown, [step for _, step in means], printable(title))
+        pictures.write(figure, target)
 
 
-def _draw(means: list[tuple[str, StepTime]], title: str) -> Any:
+def _draw(names: list[str], steps: list[StepTime], title: str) -> Any:
     from matplotlib.figure import Figure
 
-    row = min(0.55, 20 / len(means))
-    figure = Figure(figsize=(16, 2.2 + row * len(means)), layout="constrained")
+    row = min(0.55, 20 / len(steps))
+    figure = Figure(figsize=(16, 2.2 + row * len(steps)), layout="constrained")
     times, shares = figure.subplots(1, 2, sharey=True)
-    steps = [step for _, step in means]
     _draw_bars(times, steps, [1e6] * len(steps))
-    _write_beside(times, [(step.ns / 1e6, f"{_ms(step.ns)} ms") for step in steps])
-    times.set_yticks(range(len(means)), [name for name, _ in means])
-    times.set_ylim(len(means) - 0.5, -0.5)
+    for number, step in enumerate(steps):
+        _write_beside(times, number, step.ns / 1e6, f"{_ms(step.ns)} ms")
+    times.set_yticks(range(len(steps)), names)
+    times.set_ylim(len(steps) - 0.5, -0.5)
     times.margins(x=0.14)
     times.set_xlabel("ms a step")
     _draw_bars(shares, steps, [step.ns / 100 for step in steps])
     if any(step.parts_ns[KERNEL] for step in steps):
-        _write_beside(shares, [(100.0, _used(step)) for step in steps])
+        for number, step in enumerate(steps):
+            used = f"{step.gpu_share:.0%}, {step.tensor_share:.0%}"
+            _write_beside(shares, number, 100, used if step.parts_ns[KERNEL] else "no GPU")
         words = "at the right: GPU utilisation; of that on tensor cores"
         shares.set_title(words, loc="right", color=_DIM, fontsize=13)
     shares.set_xlim(0, 100)
     shares.set_xlabel("% of the step")
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=15)
     handles, labels = times.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower left", ncols=len(labels), frameon=False,
-        handlelength=1.3, columnspacing=1.4,
-    )  # fmt: skip
+    look = {"frameon": False, "handlelength": 1.3, "columnspacing": 1.4}
+    figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), **look)
     return figure
 
 
@@ -135,33 +125,22 @@ def _ms(ns: float) -> str:
 
 
 def _draw_bars(axis: Any, steps: list[StepTime], units_ns: list[float]) -> None:
-    """A bar for each step, in its unit."""
+    """A bar for each step, in its unit; kernels on tensor cores and others apart."""
     lefts = [0.0] * len(steps)
-    for category in COLOURS:
-        widths = [_part(step, category) / unit for step, unit in zip(steps, units_ns, strict=True)]
+    for category, colour in COLOURS.items():
+        parts = (step.parts_ns | {TENSOR: step.tensor_ns} for step in steps)
+        ns = [part[category] - (part[TENSOR] if category == KERNEL else 0.0) for part in parts]
+        widths = [part / unit for part, unit in zip(ns, units_ns, strict=True)]
         if any(widths):
             name = "other kernels" if category == KERNEL else category
-            look = {"color": COLOURS[category], "label": name, "height": 0.66}
-            axis.barh(range(len(steps)), widths, left=lefts, **look)
+            axis.barh(range(len(steps)), widths, 0.66, left=lefts, color=colour, label=name)
             lefts = [a + b for a, b in zip(lefts, widths, strict=True)]
     axis.tick_params(axis="y", length=0)
     axis.grid(axis="x", color=_GRID)
     axis.xaxis.set_major_formatter("{x:,.12g}")
 
 
-def _part(step: StepTime, category: str) -> float:
-    """Part of a step, in ns; kernels on tensor cores and others apart."""
-    if category == TENSOR:
-        return step.tensor_ns
-    return step.parts_ns[category] - (step.tensor_ns if category == KERNEL else 0.0)
-
-
-def _write_beside(axis: Any, ends: list[tuple[float, str]]) -> None:
-    """A text at the end of each bar."""
+def _write_beside(axis: Any, row: int, end: float, text: str) -> None:
+    """A text at the end of a bar."""
     look = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
-    for row, (end, text) in enumerate(ends):
-        axis.annotate(text, (end, row), annotation_clip=False, **look)
-
-
-def _used(step: StepTime) -> str:
-    return f"{step.gpu_share:.0%}, {step.tensor_share:.0%}" if step.parts_ns[KERNEL] else "no GPU"
+    axis.annotate(text, (end, row), annotation_clip=False, **look)

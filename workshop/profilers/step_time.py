@@ -2,8 +2,8 @@
 
 Many things run at once. An instant belongs to the first of CATEGORIES that is active in it, so
 that what a running kernel hides is the kernel's time, and the parts add up to the step.
-TensorBoard's plugin for PyTorch divided steps so, but for the runtime before the DataLoader: a
-thread that pins memory while the main thread waits for its batch then hid the wait.
+TensorBoard's plugin for PyTorch divided steps so, except that the runtime came before the
+DataLoader: a thread that pins memory while the main thread waits for its batch hid the wait.
 """
 
 from bisect import bisect_right

@@ -18,7 +18,6 @@ from workshop.profilers import advisor, kernel_file
 from workshop.profilers.load import load_with_doubts, recorded
 from workshop.profilers.names import display_name
 from workshop.profilers.programs import PROGRAMS, Program
-from workshop.profilers.table import KernelTable
 from workshop.results import RunResult
 
 SCHEMA_VERSION = 1
@@ -26,16 +25,18 @@ SUMMARY_FILE, PAGE_FILE = "summary.json", "index.html"
 _MARK = "<!-- the versions' profiles -->"
 """In the page above the versions' folders: what it may replace."""
 
+_PERFETTO = ("Perfetto", "https://ui.perfetto.dev")
+_SHEET = ("a spreadsheet", "")
 # By pattern of a file's name, the first that fits: what it is, what opens it, and where that is.
 _KINDS = (
-    ("kernels.csv", "the kernel table", "a spreadsheet", ""),
+    ("kernels.csv", "the kernel table", *_SHEET),
     ("kernels.json", "the kernel table, for programs", "", ""),
     ("run.jsonl", "what was profiled", "", ""),
     ("command.txt", "the commands that were run", "", ""),
     ("output.txt", "what they printed", "", ""),
-    ("*.pt.trace.json*", "timeline of a few steps", "Perfetto", "https://ui.perfetto.dev"),
-    ("*.pftrace", "timeline", "Perfetto", "https://ui.perfetto.dev"),
-    ("*.proto", "timeline", "Perfetto", "https://ui.perfetto.dev"),
+    ("*.pt.trace.json*", "timeline of a few steps", *_PERFETTO),
+    ("*.pftrace", "timeline", *_PERFETTO),
+    ("*.proto", "timeline", *_PERFETTO),
     ("*.pickle", "every allocation on the GPU", "the visualiser", "https://pytorch.org/memory_viz"),
     ("*.nsys-rep", "timeline", "nsys-ui", ""),
     ("*.ncu-rep", "metrics of every launch", "ncu-ui", ""),
@@ -44,15 +45,15 @@ _KINDS = (
     ("*.sqlite", "database of the trace", "sqlite3", ""),
     ("operators*", "time and memory by operator", "", ""),
     ("flops.*", "operations of a step", "", ""),
-    ("*_cuda_gpu_kern_sum.csv", "time by kernel", "a spreadsheet", ""),
-    ("*_kernel_stats.csv", "time by kernel", "a spreadsheet", ""),
-    ("*_kernel_trace.csv", "every launch", "a spreadsheet", ""),
-    ("*_counter_collection.csv", "counters of every launch", "a spreadsheet", ""),
-    ("roofline.csv", "the chip's ceilings, measured", "a spreadsheet", ""),
-    ("*.csv", "table", "a spreadsheet", ""),
+    ("*_cuda_gpu_kern_sum.csv", "time by kernel", *_SHEET),
+    ("*_kernel_stats.csv", "time by kernel", *_SHEET),
+    ("*_kernel_trace.csv", "every launch", *_SHEET),
+    ("*_counter_collection.csv", "counters of every launch", *_SHEET),
+    ("roofline.csv", "the chip's ceilings, measured", *_SHEET),
+    ("*.csv", "table", *_SHEET),
     ("*.html", "page", "this browser", ""),
+    ("*", "", "", ""),
 )
-_SHOWN_OF_ALL = ("version", "title", "headline", "device", "configuration", "created")
 
 
 @dataclass
@@ -101,26 +102,28 @@ def sum_up(
         folder: the summary's, which has the tools' outputs below it.
     """
     filled = [folder / outcome.output for outcome in outcomes if outcome.filled]
-    content = {
+    return {
         "schema_version": SCHEMA_VERSION,
         "created": results.now(),
         "version": program.key,
         "title": program.title,
         "model_flags": model_flags,
         "tools": [dataclasses.asdict(outcome) for outcome in outcomes],
+        "utilisation": _utilisation(filled),
+        **_findings(filled),
     }
-    return content | _findings(filled) | {"utilisation": _utilisation(filled)}
 
 
 def _findings(outputs: list[Path]) -> dict[str, Any]:
-    """The profiled run and the advice on it, of the first tool that left a kernel table."""
+    """The advice on the first kernel table that a tool left, and what was profiled."""
     findings: dict[str, Any] = {"device": "", "configuration": "", "headline": ""}
     findings |= {"advice": [], "warnings": []}
-    output = next((output for output in outputs if (output / "kernels.json").is_file()), None)
-    if output is None:
+    tables = (output / kernel_file.JSON_FILE for output in outputs)
+    path = next(filter(Path.is_file, tables), None)
+    if path is None:
         return findings
     try:
-        table, run = load_with_doubts(output / "kernels.json"), recorded(output)
+        table, run = load_with_doubts(path), recorded(path)
     except WorkshopError:  # it is in the log of the script that wrote them
         return findings
     advice = advisor.advise(table, run)
@@ -149,30 +152,30 @@ def _configuration(run: RunResult | LabRun) -> str:
 
 def _utilisation(outputs: list[Path]) -> str:
     """Rate of a step by the counts of operations; nothing if it was not timed."""
-    try:
-        output = next(output for output in outputs if (output / "flops.json").is_file())
-        flops = json.loads((output / "flops.json").read_text(encoding="utf-8"))
-        return (
-            f"Timed without a profiler, a step reaches {flops['tflops']:,.3g} TFLOP/s: "
-            f"{flops['mfu']:.1%} (MFU) of {flops['peak_tflops']:,.3g} TFLOP/s "
-            f"({flops['peak_source']})."
-        )
-    except (StopIteration, OSError, ValueError, KeyError, TypeError):
-        return ""
+    for output in outputs:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            flops = json.loads((output / "flops.json").read_text(encoding="utf-8"))
+            return (
+                f"Timed without a profiler, a step reaches {flops['tflops']:,.3g} TFLOP/s: "
+                f"{flops['mfu']:.1%} (MFU) of {flops['peak_tflops']:,.3g} TFLOP/s "
+                f"({flops['peak_source']})."
+            )
+    return ""
 
 
-# --- files ---------------------------------------------------------------------------------------
+# --- files and pages -----------------------------------------------------------------------------
 
 
 def write(content: dict[str, Any], folder: Path) -> list[Path]:
     """Writes SUMMARY_FILE and PAGE_FILE of a program's folder, and above it, where this is a
     folder among the programs', the page of them all; their paths."""
     results.write_json(folder / SUMMARY_FILE, content)
-    results.write_text(folder / PAGE_FILE, render_page(content, folder))
+    results.write_text(folder / PAGE_FILE, _program_page(content, folder))
     written = [folder / SUMMARY_FILE, folder / PAGE_FILE]
     above = folder.parent / PAGE_FILE
-    if folder.name == content["version"] and _may_be_replaced(above):
-        results.write_text(above, render_overview(folder.parent))
+    may_be_replaced = not above.exists() or _MARK.encode() in above.read_bytes()
+    if folder.name == content["version"] and may_be_replaced:
+        results.write_text(above, _overview(folder.parent))
         written.append(above)
     return written
 
@@ -183,45 +186,34 @@ def remove(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _may_be_replaced(page: Path) -> bool:
-    return not page.exists() or _MARK.encode() in page.read_bytes()
-
-
-# --- pages ---------------------------------------------------------------------------------------
-
-
-def render_page(content: dict[str, Any], folder: Path) -> str:
-    """A program's page.
-
-    Args:
-        content: as of `sum_up`.
-        folder: the page's, to which links are relative.
+def _program_page(content: dict[str, Any], folder: Path) -> str:
+    """Args:
+    folder: the page's, to which links are relative.
     """
     outcomes = [Outcome(**fields) for fields in content["tools"]]
-    tools = [
-        {
-            "outcome": outcome,
-            "log": _link(folder / outcome.log, folder),
-            "files": _files(folder / outcome.output, folder) if outcome.filled else [],
-            "table": _kernel_table(folder / outcome.output) if outcome.filled else None,
-        }
-        for outcome in outcomes
-    ]
+    tools = []
+    for outcome in outcomes:
+        output, table = folder / outcome.output, None
+        if outcome.filled:
+            with contextlib.suppress(WorkshopError):
+                table = kernel_file.read(output / kernel_file.JSON_FILE)
+        files = _files(output, folder) if outcome.filled else []
+        log = _link(folder / outcome.log, folder)
+        tools.append({"outcome": outcome, "log": log, "files": files, "table": table})
     return _render("summary.html.j2", content, tools=tools, skipped=skipped(outcomes))
 
 
-def render_overview(folder: Path) -> str:
+def _overview(folder: Path) -> str:
     """The page of the programs whose summaries lie below a folder."""
     summaries = []
     for key in PROGRAMS:
         try:
             content = json.loads((folder / key / SUMMARY_FILE).read_text(encoding="utf-8"))
             statuses = [Outcome(**fields).shown_status for fields in content["tools"]]
-            shown = {name: content[name] for name in _SHOWN_OF_ALL}
         except (OSError, ValueError, KeyError, TypeError):  # not run yet, or by another checkout
             continue
         counts = {status: statuses.count(status) for status in dict.fromkeys(statuses)}
-        summaries.append(shown | {"page": f"{key}/{PAGE_FILE}", "counts": counts})
+        summaries.append(content | {"page": f"{key}/{PAGE_FILE}", "counts": counts})
     return _render("overview.html.j2", {"mark": _MARK, "summaries": summaries})
 
 
@@ -244,8 +236,7 @@ def _files(output: Path, folder: Path) -> list[dict[str, str]]:
     """Each file's link and name, what it is, what opens it, where that is, and its size."""
     files = []
     for path in sorted(filter(Path.is_file, output.rglob("*"))):
-        fitting = (rest for pattern, *rest in _KINDS if fnmatch.fnmatch(path.name, pattern))
-        what, opener, url = next(fitting, ("", "", ""))
+        _, what, opener, url = next(k for k in _KINDS if fnmatch.fnmatch(path.name, k[0]))
         size = path.stat().st_size
         shown = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
         found = {"href": _link(path, folder), "name": str(path.relative_to(output))}
@@ -255,10 +246,3 @@ def _files(output: Path, folder: Path) -> list[dict[str, str]]:
 
 def _link(path: Path, folder: Path) -> str:
     return urllib.parse.quote(path.relative_to(folder).as_posix())
-
-
-def _kernel_table(output: Path) -> KernelTable | None:
-    """The kernel table that a script left, if it left one."""
-    with contextlib.suppress(WorkshopError):
-        return kernel_file.read(output / kernel_file.JSON_FILE)
-    return None

@@ -1,6 +1,5 @@
 """The one table that every profiler's output becomes."""
 
-import dataclasses
 import math
 from bisect import bisect_right
 from collections import defaultdict
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from workshop.profilers.categories import categorize
 from workshop.profilers.names import printable
-from workshop.profilers.step_time import StepTime
+from workshop.profilers.step_time import Span, StepTime, union
 
 STEP = "step"
 PHASES = ("forward", "backward", "optimizer")
@@ -141,12 +140,8 @@ Device = int | str | None
 """A GPU's number, or what a tool calls it; None where the tool does not say."""
 
 
-@dataclass(slots=True)
-class _Load:
-    """The work of one device for one process."""
-
-    ns: float = 0.0
-    intervals: list[tuple[float, float]] = field(default_factory=list)
+_Place = tuple[str, Device]
+"""A process and a device."""
 
 
 class Sums:
@@ -159,7 +154,8 @@ class Sums:
     def __init__(self) -> None:
         self._kernels: dict[str, Kernel] = {}
         self._by_name_as_read: dict[str, Kernel] = {}
-        self._loads: defaultdict[tuple[str, Device], _Load] = defaultdict(_Load)
+        self._ns: defaultdict[_Place, float] = defaultdict(float)
+        self._intervals: defaultdict[_Place, list[Span]] = defaultdict(list)
 
     def add(
         self,
@@ -203,10 +199,9 @@ class Sums:
             kernel.bytes = (kernel.bytes or 0.0) + bytes
         if flops is not None:
             kernel.flops = (kernel.flops or 0.0) + flops
-        load = self._loads[process, device]
-        load.ns += total_ns
+        self._ns[process, device] += total_ns
         if start_ns is not None:
-            load.intervals.append((start_ns, start_ns + total_ns))
+            self._intervals[process, device].append((start_ns, start_ns + total_ns))
 
     def kernels(self) -> list[Kernel]:
         """Longest total first, then by name."""
@@ -214,53 +209,51 @@ class Sums:
 
     def busiest(self) -> Device:
         """The device that worked longest; None where the tool does not say, or nothing ran."""
-        (_, device), _ = self._busiest_load()
-        return device
+        return self._busiest()[1]
 
     def timeline(self) -> Timeline | None:
         """The busiest device's; None where no starts were given."""
-        _, load = self._busiest_load()
-        return timeline(load.intervals)
+        return timeline(self._placed().get(self._busiest(), []))
 
     def warnings(self) -> list[str]:
         """One sentence where several devices or processes are added up, or none."""
-        loads = self._known_loads()
-        if len(loads) < 2:
+        places = self._placed()
+        if len(places) < 2:
             return []
-        processes, what = len({process for process, _ in loads}), []
-        if len(loads) > processes:
-            what.append(f"{len(loads)} devices")
+        processes, what = len({process for process, _ in places}), []
+        if len(places) > processes:
+            what.append(f"{len(places)} devices")
         if processes > 1:
             what.append(f"{processes} processes")
         sentence = f"the kernels of {' in '.join(what)} are added up"
-        (process, device), load = self._busiest_load()
-        if load.intervals:
+        process, device = busiest = self._busiest()
+        if places[busiest]:
             name = f"device {device}" if isinstance(device, int) else device
             parts = [name, process if processes > 1 else ""]
             whose = printable(" in ".join(filter(None, parts)))
             sentence += f"; busy and idle time are those of {whose}, the busiest"
         return [sentence]
 
-    def _known_loads(self) -> dict[tuple[str, Device], _Load]:
-        """By process and device. What a process ran on no known device is its only device's; it is
-        left out where there are several."""
-        loads = {key: load for key, load in self._loads.items() if key[1] is not None}
-        for (process, device), load in self._loads.items():
+    def _placed(self) -> dict[_Place, list[Span]]:
+        """Intervals by process and device. What a process ran on no known device is its only
+        device's; it is left out where there are several."""
+        places = {
+            place: list(self._intervals.get(place, ()))
+            for place in self._ns
+            if place[1] is not None
+        }
+        for process, device in self._ns:
             if device is None:
-                known = [key for key in loads if key[0] == process]
-                if len(known) == 1:
-                    only = loads[known[0]]
-                    load = _Load(only.ns + load.ns, only.intervals + load.intervals)
-                if len(known) < 2:
-                    loads[known[0] if known else (process, None)] = load
-        return loads
+                its = [place for place in places if place[0] == process]
+                found = self._intervals.get((process, None), [])
+                if len(its) < 2:
+                    places.setdefault(its[0] if its else (process, None), []).extend(found)
+        return places
 
-    def _busiest_load(self) -> tuple[tuple[str, Device], _Load]:
-        return max(
-            self._known_loads().items(),
-            key=lambda item: (bool(item[1].intervals), item[1].ns),
-            default=(("", None), _Load()),
-        )
+    def _busiest(self) -> _Place:
+        places = self._placed()
+        longest = sorted(places, key=lambda place: (not places[place], -self._ns[place]))
+        return next(iter(longest), ("", None))
 
     def __len__(self) -> int:
         return len(self._kernels)
@@ -288,23 +281,11 @@ class Ranges:
         return name if instant <= end else ""
 
 
-def timeline(intervals: Iterable[tuple[float, float]]) -> Timeline | None:
+def timeline(intervals: Iterable[Span]) -> Timeline | None:
     """The span of (start, end) intervals and the part of it that they cover; None for none."""
     ordered = sorted(intervals)
-    if not ordered:
+    covered = union(ordered)
+    if not covered:
         return None
-    first = ordered[0][0]
-    busy, reached = 0.0, first
-    for start, end in ordered:
-        if end > reached:
-            busy += end - max(start, reached)
-            reached = end
-    return Timeline(span_ns=reached - first, busy_ns=busy, calls=len(ordered))
-
-
-def as_records(table: KernelTable) -> list[dict[str, str | float | int | None]]:
-    """The kernels as rows of plain values, for CSV and JSON."""
-    return [
-        dataclasses.asdict(kernel) | {"mean_ns": kernel.mean_ns, "share": table.share(kernel)}
-        for kernel in table.kernels
-    ]
+    busy = sum(end - start for start, end in covered)
+    return Timeline(covered[-1][1] - covered[0][0], busy, calls=len(ordered))

@@ -352,7 +352,7 @@ def _add_kernels(
 def _add_benchmark(roofline: Roofline, rows: list[KernelRow], path: Path) -> None:
     """V3's own kernels: their bytes or their operations, whichever the benchmark counts."""
     _set_device(roofline, rows[0].first.device, path)
-    ours = [row for row in rows if row.contender == OURS]
+    ours = [row for row in rows if row.implementation == OURS]
     points = [point for row in ours for point in _benchmark_points(row)]
     roofline.points += sorted(points, key=lambda point: -(point.seconds or 0.0))
     roofline.notes.append(

@@ -24,7 +24,7 @@ from workshop.arguments import parse
 from workshop.errors import WorkshopError
 from workshop.profilers.metrics import digits
 from workshop.profilers.names import printable
-from workshop.roofline import ceilings, figures, hierarchy, inputs
+from workshop.roofline import ceilings, hierarchy, inputs
 from workshop.roofline.model import (
     COMPUTE,
     MEMORY,
@@ -34,6 +34,7 @@ from workshop.roofline.model import (
     rate_text,
     sentences,
 )
+from workshop.show import roofline_chart
 
 DESCRIBED = 12
 """Points, at most, that are described in words."""
@@ -79,7 +80,7 @@ def _plot(arguments: argparse.Namespace) -> int:
     given = inputs.given_ceilings(arguments.peak_compute, arguments.peak_bw, precision, caches)
     ceilings.attach(roofline, given=given)
     with results.atomic_path(arguments.out) as path:
-        figures.draw(roofline, path, labels=min(DESCRIBED, figures.MOST_DRAWN))
+        roofline_chart.draw(roofline, path, labels=min(DESCRIBED, roofline_chart.MOST_DRAWN))
     for line in (*sentences(roofline, DESCRIBED), *ridge(roofline, main_point), *flags(roofline)):
         print(line)
     for note in roofline.notes:

@@ -296,9 +296,9 @@ def write(runs: list[LabRun], folder: Path) -> list[Path]:
     contents: dict[Path, results.Content] = {folder / "ops.md": markdown}
     picture, drawn = folder / "roofline.png", roofline(runs)
     if importlib.util.find_spec("matplotlib") and drawn.points:
-        from workshop.roofline import figures
+        from workshop.show import roofline_chart
 
-        contents[picture] = lambda path: figures.draw(drawn, path, labels=len(drawn.points))
+        contents[picture] = lambda path: roofline_chart.draw(drawn, path, labels=len(drawn.points))
     results.write_together(contents, gone=[picture])
     return [path, *contents]
 

@@ -108,9 +108,8 @@ def _calls(work: Work, fusion: str | None, operator: str) -> float:
         found = f"{record.version} {variant(record)}".strip()
         raise WorkshopError(f"{folder} is a profile of {found}: make it again as the sheet says")
     path = folder / "operators.csv"
-    table = CsvTable(path, Problems(path))
-    column, count = table.index("operator"), table.index("count")
-    calls = sum(int(row[count]) for _, row in table.rows() if row[column] == operator)
+    rows = CsvTable(path, Problems(path)).select("operator", "count")
+    calls = sum(int(count) for _, (name, count) in rows if name == operator)
     return calls / int(record.options["num_steps"] or 1)
 
 

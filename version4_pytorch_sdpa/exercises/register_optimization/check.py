@@ -17,7 +17,7 @@ from workshop.exercises import frame
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Item, Work
 from workshop.exercises.predict import Chosen, NotCompared, Predicted, Question, ask
-from workshop.kernels.inspect import CHIPS, KIB, Chip, Kernel
+from workshop.kernels.offline import CHIPS, KIB, Chip, Kernel
 
 WAVES = 4
 """Waves that a SIMD should hold at least: while one waits for memory, the others compute."""
@@ -113,7 +113,7 @@ def _numbers(work: Work) -> Iterator[Item]:
 
 
 def _chip_here() -> str:
-    """The name that workshop.kernels.inspect has for this machine's GPU."""
+    """The name that workshop.kernels.offline has for this machine's GPU."""
     if torch.version.hip:
         return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0]
     return "sm_{}{}".format(*torch.cuda.get_device_capability())

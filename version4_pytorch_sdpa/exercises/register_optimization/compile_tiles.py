@@ -13,7 +13,7 @@ from typing import Any
 
 from workshop.errors import NotOnThisMachine, printable
 from workshop.exercises.frame import import_file
-from workshop.kernels.inspect import Kernel, compiling, get_chip, read_kernel
+from workshop.kernels.offline import Kernel, compiling, get_chip, read_kernel
 
 TOKENS, HIDDEN, INTERMEDIATE = 16 * 512, 1024, 4096
 """M, K and N: the sizes of `medium`."""

@@ -70,7 +70,7 @@ def profile_program(arguments: argparse.Namespace, prepare: Prepare) -> int:
 
 
 def profile_steps(run: Watched, arguments: argparse.Namespace) -> profile:
-    """Runs WAIT + WARMUP + `steps` steps, of which the last ones are recorded into `trace`."""
+    """Runs WAIT + WARMUP + `steps` steps, and records the last `steps` into `trace`."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports each start on stderr
     steps, stacks = arguments.steps, arguments.stacks
     activities = [ProfilerActivity.CPU]

@@ -25,12 +25,13 @@ from torch.utils.data import DataLoader
 
 from labs.data_pipeline.formats import Folder, Images
 from workshop import errors
-from workshop.arguments import count, parse
+from workshop.arguments import parse
 from workshop.versions import ROOT
 
 DATASET = ROOT / "labs/data_pipeline/data/digits_1797_32"
+"""Written by make_dataset.py."""
 BATCH = 128
-MOST_WORKERS = 8
+WORKERS = min(8, os.cpu_count() or 1)
 WARMUP, STEPS = 5, 20
 LARGEST_ANGLE = 0.3
 """In radians: a digit turned further might be another one."""
@@ -38,13 +39,14 @@ MEAN, DEVIATION = 0.35, 0.2
 
 
 class Loop:
-    """A network, and what a step does with a batch of images."""
+    """A network, and what a step does with a batch of images.
 
-    def __init__(self, device: torch.device, side: int, *, fixed: bool) -> None:
-        """Args:
+    Args:
         side: of the images, in pixels.
         fixed: without the fault that the exercise asks for.
-        """
+    """
+
+    def __init__(self, device: torch.device, side: int, *, fixed: bool) -> None:
         torch.manual_seed(42)
         self.device, self.fixed = device, fixed
         after = side // 4 - 1  # two convolutions of 3 x 3, each of which takes every second pixel
@@ -92,13 +94,9 @@ def prepared(images: Tensor, angles: Tensor) -> Tensor:
 def batches(dataset: Images, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Epoch after epoch."""
     loader = DataLoader(
-        dataset,
-        BATCH,
-        shuffle=True,
-        drop_last=True,
-        num_workers=workers,
+        dataset, BATCH, shuffle=True, drop_last=True, num_workers=workers,
         persistent_workers=workers > 0,
-    )
+    )  # fmt: skip
     while True:
         yield from loader
 
@@ -114,40 +112,19 @@ def timed(loop: Loop, source: Iterator[tuple[Tensor, Tensor]], steps: int) -> fl
     return 1e3 * statistics.median(seconds)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Trains on PNG images, and prints the time of a step.",
-    )
-    add = parser.add_argument
-    add("--fixed", action="store_true", help="the loop without its fault")
-    add(
-        "--workers",
-        type=count,
-        default=min(MOST_WORKERS, os.cpu_count() or 1),
-        help="of the DataLoader (default %(default)s)",
-    )
-    add(
-        "--dataset-dir",
-        type=Path,
-        default=DATASET,
-        metavar="FOLDER",
-        help="as make_dataset.py writes it (default: its own default)",
-    )
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Times or records the loop; returns the exit status."""
-    arguments = parse(build_parser(), argv)
-    return errors.exit_status(lambda: run(arguments), interrupted="interrupted")
+    """Times the loop; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Trains on PNG images; prints the time of a step.")
+    parser.add_argument("--fixed", action="store_true", help="the loop without its fault")
+    arguments = parse(parser, argv)
+    return errors.exit_status(lambda: run(arguments.fixed), interrupted="interrupted")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(fixed: bool) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dataset = Folder(arguments.dataset_dir)
-    loop = Loop(device, dataset[0][0].shape[-1], fixed=arguments.fixed)
-    source = batches(dataset, arguments.workers)
-    print(f"{timed(loop, source, STEPS):.2f} ms a step of {BATCH} images")
+    dataset = Folder(DATASET)
+    loop = Loop(device, dataset[0][0].shape[-1], fixed=fixed)
+    print(f"{timed(loop, batches(dataset, WORKERS), STEPS):.2f} ms a step of {BATCH} images")
     return errors.DONE
 
 

@@ -18,13 +18,12 @@ if __name__ == "__main__":
 
 import torch
 
-from labs.text_generation import export, measure_engines, request
+from labs.text_generation import export, lm_gen, measure_engines
 from workshop import errors, results
 from workshop.arguments import parse
-from workshop.errors import WorkshopError
 from workshop.run import hardware
 
-FOLDER = results.DEFAULT_FOLDER / request.LAB / "floor"
+FOLDER = results.DEFAULT_FOLDER / lm_gen.LAB / "floor"
 NEW = 32
 """Tokens that each prompt is continued by."""
 VOCABULARY = 256
@@ -37,30 +36,15 @@ SIZES = {  # width, feed-forward width, layers, heads, tokens of the prompt
 """Each head has keys and values of its own."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    assert __doc__
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--output-dir",
-        type=Path,
-        default=FOLDER,
-        metavar="FOLDER",
-        help="becomes the models' (default: results/text_generation/floor of this checkout)",
-    )
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes the models from the command line; returns the exit status."""
-    arguments = parse(build_parser(), argv)
-    return errors.exit_status(lambda: run(arguments.output_dir), interrupted="interrupted")
+    parse(argparse.ArgumentParser(description=__doc__), argv)
+    return errors.exit_status(lambda: run(FOLDER), interrupted="interrupted")
 
 
 def run(folder: Path) -> int:
     errors.require(*export.PACKAGES)
     results.prepare_folder(folder.parent)
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "wide").is_dir():
-        raise WorkshopError(f"--output-dir {folder} has other files in it: name a new folder")
     cpu = torch.device("cpu")
     with results.atomic_path(folder) as unfinished:
         for name, (width, ffn, layers, heads, prompt) in SIZES.items():

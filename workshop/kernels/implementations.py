@@ -1,5 +1,5 @@
-"""The contenders' process: it runs what the judge asks for, and has no answer that it is compared
-with.
+"""The process of the implementations: it runs what the judge asks for, and has no answer that it is
+compared with.
 
 The clock: events around the replay of a CUDA graph that holds many calls, so that launches from
 Python are not timed. Each call has arguments of its own, four times as large as the last-level
@@ -13,7 +13,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,20 +41,19 @@ from workshop.kernels.cases import (
     OPS,
     OURS,
     PLAIN,
-    Absent,
     Case,
     Function,
+    Skipped,
 )
 from workshop.run import hardware, trainer
 from workshop.run.precision import PRECISIONS
 from workshop.run.timing import StepClock
 
 CACHE_MULTIPLE = 4
-MEMORY_SHARE = 0.08  # of the device, for the arguments of one contender's calls and what they keep
+MEMORY_SHARE = 0.08  # of the device, for the arguments of one implementation's calls
 WARM_UP_CALLS = 2
 SAMPLE_MS = 2.0  # what a graph's calls should last, so that its launch does not show
 MAX_CALLS = 64
-HOST_CLOCK = torch.device("cpu")
 HOST_CALLS = 5  # of a sample: few, since the host waits once the device's queue is full
 
 
@@ -96,7 +95,7 @@ Answer = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 class Contest:
-    """All contenders of a case, which take turns, so that drift hits all alike."""
+    """All implementations of a case, which are timed in turn, so that drift hits all alike."""
 
     def __init__(self, asked: dict[str, Any], setting: Setting) -> None:
         self.case, self.setting = OPS[asked["op"]].make(*asked["sizes"]), setting
@@ -108,12 +107,12 @@ class Contest:
         self._release()
 
     def answer(self, message: Message, pipe: Pipe) -> None:
-        """Answers one question, or says why a contender does not."""
+        """Answers one question, or says why an implementation does not."""
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
                 tensors, values = getattr(self, f"_{message.kind}")(**message.values)
-            except Exception as error:  # a rival's reasons not to run are its own
+            except Exception as error:  # another's reasons not to run are its own
                 texts = [str(warning.message) for warning in warned]
                 pipe.send("refused", why=_reason(error, texts))
             else:
@@ -146,7 +145,7 @@ class Contest:
         return {}, {"ms": self._programs[name].timed_ms()}
 
     def _release(self) -> Answer:
-        """Frees what all contenders have prepared."""
+        """Frees what all implementations have prepared."""
         self._found, self._programs = {}, {}
         if self.setting.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -155,16 +154,17 @@ class Contest:
 
 
 def functions(case: Case, device: torch.device) -> dict[str, Function]:
-    everyone = {OURS: case.kernel, PLAIN: case.plain, **case.rivals}
+    """The implementations of a case by name."""
+    named = {OURS: case.kernel, PLAIN: case.plain, **case.others}
     missing = "a GPU" if device.type == "cpu" else trainer.missing_for_compile(device)
 
-    def absent(*_: Tensor) -> None:
-        raise Absent(f"needs {missing}")
+    def skipped(*_: Tensor) -> None:
+        raise Skipped(f"needs {missing}")
 
     if missing:
-        return everyone | {COMPILED: absent}
+        return named | {COMPILED: skipped}
     torch._dynamo.reset()  # each case is compiled for its own sizes
-    return everyone | {COMPILED: torch.compile(case.plain, dynamic=False)}
+    return named | {COMPILED: torch.compile(case.plain, dynamic=False)}
 
 
 def _peak_mb(case: Case, function: Function, data: Data) -> float:
@@ -177,22 +177,22 @@ def _peak_mb(case: Case, function: Function, data: Data) -> float:
 
 
 def _reason(error: Exception, warned: list[str]) -> str:
-    """Why a contender did not run, in one line. SDPA gives its reasons as warnings."""
+    """Why an implementation did not run, in one line. SDPA gives its reasons as warnings."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
-    if isinstance(error, Absent):
+    if isinstance(error, Skipped):
         return str(error)
     if "No available kernel" in str(error) or "No viable backend" in str(error):
         silent = ("not used because", "has been runtime disabled")
         reasons = [text for text in warned if not any(words in text for words in silent)]
         return reasons[0].split(" (Triggered")[0] if reasons else "has no kernel for this case"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"[:160]
 
 
 class Program:
-    """One contender in one phase, ready to be timed. Each of its calls has arguments of its own,
-    so that nothing that an earlier call has left serves a later one."""
+    """One implementation in one phase, ready to be timed. Each of its calls has arguments of its
+    own, so that nothing that an earlier call has left serves a later one."""
 
     def __init__(
         self,
@@ -209,8 +209,7 @@ class Program:
             phase: FORWARD, BACKWARD or BOTH; HOST for one call of both, launched from Python.
             data: arguments to warm up with.
             kept_mb: what a call needs beyond its arguments.
-            pool: of the graphs of all contenders, which are replayed one after the other: they
-                share what a call needs for itself alone.
+            pool: the memory of all implementations' graphs, which are replayed one after the other.
         """
         self._case, self._function, self._setting, self._pool = case, function, setting, pool
         self._phase = BOTH if phase == HOST else phase
@@ -222,20 +221,24 @@ class Program:
         call_ms = self._eager_ms()
         if phase == HOST:
             return
-        cache = hardware.cache_bytes(setting.device)
-        # A sample has enough calls to be long, and for no cache to hold their arguments, as far as
-        # memory allows. (A contender with too much memory for that overflows the cache in a
-        # single call.)
-        long_enough = min(math.ceil(SAMPLE_MS / call_ms), MAX_CALLS)
-        wanted = max(long_enough, math.ceil(CACHE_MULTIPLE * cache / data.bytes))
-        memory = MEMORY_SHARE * torch.cuda.get_device_properties(setting.device).total_memory
-        number = max(1, min(wanted, int(memory / (data.bytes + 1e6 * kept_mb))))
-        self.sets = [data.fresh() for _ in range(number)]
+        self.sets = [data.fresh() for _ in range(self._number(call_ms, data, kept_mb))]
         self._begin()
         self._run()
         if obstacle := self._obstacle() or self._capture():
             self.note = f"{phase} timed launch by launch: {obstacle}"
+        cache = hardware.cache_bytes(setting.device)
         self._busy = _filler(CACHE_MULTIPLE * cache, setting.device)
+
+    def _number(self, call_ms: float, data: Data, kept_mb: float) -> int:
+        """Calls of a sample: enough for it to be long, and for no cache to hold their arguments, as
+        far as memory allows. (An implementation with too much memory for that overflows the cache
+        in a single call.)"""
+        device = self._setting.device
+        long_enough = min(math.ceil(SAMPLE_MS / call_ms), MAX_CALLS)
+        overflowing = math.ceil(CACHE_MULTIPLE * hardware.cache_bytes(device) / data.bytes)
+        memory = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+        fitting = int(memory / (data.bytes + 1e6 * kept_mb))
+        return max(1, min(max(long_enough, overflowing), fitting))
 
     def _forward(self) -> None:
         """The forward pass before a backward pass, outside of the clock."""
@@ -250,9 +253,8 @@ class Program:
         own = self.sets[index]
         if self._phase == BOTH:
             return outcome(self._case, self._function, own)
-        found: Sequence[Tensor | None]
         if self._phase == FORWARD:
-            found = as_tuple(self._function(*own.arguments))
+            found: tuple[Tensor | None, ...] = as_tuple(self._function(*own.arguments))
         else:
             found = gradients(self._results[index], own, retain_graph=True)
         return dict(zip(names(self._case, self._phase), found, strict=True))
@@ -267,29 +269,28 @@ class Program:
 
     def timed_ms(self) -> float:
         """The time of all calls; waits for the device. It reads as much memory before as the cache
-        holds, several times, which gives the device something to do while the host enqueues. Of
-        HOST, the host's time for a call."""
-        calls, device = (1, self._setting.device) if len(self._busy) else (HOST_CALLS, HOST_CLOCK)
-        clock = StepClock(device)
+        holds, several times, which gives the device something to do while the host enqueues. In
+        phase HOST, the host's time for a call."""
+        timed_on_device = len(self._busy) > 0
+        device = self._setting.device if timed_on_device else torch.device("cpu")
         self._busy.sum()
-        clock.mark()
-        for _ in range(calls):
-            self._run()
-        clock.mark()
-        return clock.durations_ms()[0] / calls
+        return self._mean_ms(1 if timed_on_device else HOST_CALLS, device)
 
     def _eager_ms(self) -> float:
         """The time of a call launched from Python, after the first ones, which compile and
         allocate."""
-        clock = StepClock(self._setting.device)
         self._begin()
         for _ in range(WARM_UP_CALLS):
             self._run()
+        return self._mean_ms(WARM_UP_CALLS, self._setting.device)
+
+    def _mean_ms(self, runs: int, device: torch.device) -> float:
+        clock = StepClock(device)
         clock.mark()
-        for _ in range(WARM_UP_CALLS):
+        for _ in range(runs):
             self._run()
         clock.mark()
-        return clock.durations_ms()[0] / WARM_UP_CALLS
+        return clock.durations_ms()[0] / runs
 
     def _obstacle(self) -> str:
         """Why a call can't be captured, as far as that shows without trying; empty if it does not.

@@ -12,6 +12,8 @@ from workshop.profilers.names import display_name
 from workshop.profilers.picture import COLOURS as KERNEL_COLOURS
 from workshop.roofline import model
 from workshop.roofline.model import COMPUTE, MAIN_MEMORY, MEASURED, MEMORY, Point, Roofline, share
+from workshop.tables import Line as TableLine
+from workshop.tables import Table
 
 COLOURS = KERNEL_COLOURS | {
     "step": "#222222",
@@ -399,15 +401,25 @@ def _draw_legend(figure: Any, drawn: Sequence[Mark], origins: Iterable[str]) -> 
 
 # --- the table -----------------------------------------------------------------------------------
 
-HEADER = (
+_HEADER = (
     "", "name", "category", "ms", "share", "FLOP/B", "GB/s", "GFLOP/s", "roof", "of roof",
     "of measured",
 )  # fmt: skip
+_WORDS, _WIDE = ("name", "category", "roof"), ("category", "ms", "of measured")
+"""Columns of words, and those that only a wide terminal shows."""
+_LONGEST_IN_TABLE = 20
 
 
-def table_cells(roofline: Roofline) -> list[list[str]]:
-    """The points in words and numbers: HEADER, then a row each."""
-    return [list(HEADER), *(_cells(roofline, i, p) for i, p in enumerate(roofline.points, 1))]
+def table(roofline: Roofline, most: int) -> Table:
+    """The first points in words and numbers, without the columns that none of them fills."""
+    lines = [TableLine(_cells(roofline, i, p)) for i, p in enumerate(roofline.points[:most], 1)]
+    left = len(roofline.points) - most
+    notes = [f"and {left} more, in roofline.csv"] if left > 0 else []
+    kept = [i for i in range(len(_HEADER)) if any(line.cells[i] != "-" for line in lines)]
+    names = [_HEADER[i] for i in kept]
+    words, wide = ([i for i, name in enumerate(names) if name in its] for its in (_WORDS, _WIDE))
+    whole = Table(roofline.heading, _HEADER, lines, notes)
+    return whole.columns(kept, left=words, only_wide=wide)
 
 
 def _cells(roofline: Roofline, rank: int, point: Point) -> list[str]:
@@ -416,7 +428,7 @@ def _cells(roofline: Roofline, rank: int, point: Point) -> list[str]:
     below, above = ("≤ ", "≥ ") if point.at_least else ("", "")
     return [
         str(rank),
-        point.label,
+        display_name(point.label, _LONGEST_IN_TABLE),
         point.category,
         "-" if point.seconds is None else f"{point.seconds * 1e3:,.3f}",
         "-" if point.share is None else f"{point.share:.1%}",

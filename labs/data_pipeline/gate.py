@@ -1,4 +1,4 @@
-"""The judge's side of a rung: does its run train as the plain loop does (reference.py)?
+"""The gate, the judge's side: a rung trains as the plain loop does (reference.py).
 
 When the clock starts the judge names the timed epochs, and the steps whose inputs it wants to see,
 in part. When it stops there come the loss of every step and the size of every weight. Then the
@@ -78,9 +78,7 @@ class Course:
             self.scales = [(scale, then >= scale) for scale, then in itertools.pairwise(scales)]
             """Each step's loss scale, and whether the step moved the weights: one that overflows
             halves the scale instead."""
-            steps = iter(
-                self.tensors["delivered"].long().split([n for epoch in sizes for n in epoch])
-            )
+            steps = iter(self.tensors["delivered"].long().split([*itertools.chain(*sizes)]))
             self.delivered = [[next(steps) for _ in epoch] for epoch in sizes]
             """The images' numbers of each step, for each epoch."""
             if not self.losses.shape == (len(self.scales),) == (sum(map(len, sizes)),):
@@ -160,35 +158,34 @@ class Check(turn.Check):
             batch_size=self._asked.batch_size,
             reference="PNG files by PIL and a plain loop in fp32",
             measures={
-                name: {"error": _finite(measures[name][0]), "allowed": measures[name][1]}
-                for name in shown
+                name: {"error": error if math.isfinite(error) else None, "allowed": allowed}
+                for name, (error, allowed) in ((name, measures[name]) for name in shown)
             },
         )
 
     def _other_order(self, delivered: list[list[Tensor]]) -> list[str]:
-        """Each epoch's images against its order: the same, one after the other, or for a loader in
-        OWN_ORDER each at most once."""
+        """What is wrong with each epoch's images: they are those of its order, one after the other,
+        or for a loader in OWN_ORDER each at most once."""
         failures, batch_size = [], self._asked.batch_size
         if len(delivered) != self._asked.epochs:
             return [f"{len(delivered)} epochs for {self._asked.epochs}"]
         for epoch, (number, steps) in enumerate(zip(self._asked.numbers, delivered, strict=True)):
-            if wrong := sum(len(indices) != batch_size for indices in steps):
-                failures.append(f"epoch {epoch}: {wrong} batches have another size")
             found = torch.cat([torch.empty(0, dtype=torch.long), *steps])
-            if twice := len(found) - len(found.unique()):
-                failures.append(f"epoch {epoch}: {twice} images come twice")
             order = self._images.drawn(number)[0]
             wanted = order[: self._images.steps * batch_size]
+            own = self._own_order
+            if wrong := sum(len(indices) != batch_size for indices in steps):
+                failures.append(f"epoch {epoch}: {wrong} batches have another size")
+            if twice := len(found) - len(found.unique()):
+                failures.append(f"epoch {epoch}: {twice} images come twice")
             if len(found) != len(wanted):
                 failures.append(f"epoch {epoch}: {len(found):,} images for {len(wanted):,}")
-            elif self._own_order and not torch.isin(found, order).all():
-                failures.append(f"epoch {epoch}: images that there are not")
-            elif not self._own_order and not torch.equal(found, wanted):
-                failures.append(f"epoch {epoch}: the images come in another order")
+            elif not (torch.isin(found, order).all() if own else torch.equal(found, wanted)):
+                failures.append(f"epoch {epoch}: the images come in another order, or are others")
         return failures
 
     def _other_images(self, course: Course) -> list[str]:
-        """The parts that were asked for. Raises Closed: one is missing."""
+        """What is wrong with the parts that were asked for. Raises Closed: one is missing."""
         failures = []
         for step, start in self._kept.items():
             epoch, place = divmod(step, self._images.steps)
@@ -263,8 +260,3 @@ def _share(errors: Errors) -> float:
     """The error as a share of what is allowed; infinite where it is not a number."""
     share = errors[0] / errors[1]
     return math.inf if math.isnan(share) else share
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no infinity."""
-    return value if math.isfinite(value) else None
