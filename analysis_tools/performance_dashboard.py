@@ -21,22 +21,25 @@ from workshop import errors  # noqa: E402
 if __name__ == "__main__":
     errors.begin()
 
-from workshop.arguments import option, read  # noqa: E402
+from workshop.arguments import option, run  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 
 
 @dataclass
 class Options:
-    results: list[Path] | None = option("folders with results (default: results/)",
-                                        action="extend", metavar="DIR")  # fmt: skip
+    results: list[Path] | None = option(
+        "folders with results (default: results/)", action="extend", nargs="+", metavar="DIR"
+    )
     port: int = option("0 for any that is free", 8050)
     no_browser: bool = option("open no browser, only print the address")
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = read(Options, argv, description=__doc__, epilog="Exit status: 0 done (Ctrl-C ends "
-                   "the server), 2 wrong usage, 77 a package is missing.")  # fmt: skip
-    return errors.exit_status(lambda: _show(options), interrupted="\nended")
+    return run(
+        Options, _show, argv, interrupted="\nended", description=__doc__,
+        epilog="Exit status: 0 done (Ctrl-C ends the server), 2 wrong usage, 77 a package is "
+        "missing.",
+    )  # fmt: skip
 
 
 def _show(options: Options) -> int:

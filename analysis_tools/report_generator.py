@@ -18,7 +18,7 @@ from workshop import errors  # noqa: E402
 if __name__ == "__main__":
     errors.begin()
 
-from workshop.arguments import option, read  # noqa: E402
+from workshop.arguments import option, run  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -29,8 +29,9 @@ PAGE, SHEET = ("report.html", "report.md"), ("my_results.html", "my_results.md")
 
 @dataclass
 class Options:
-    results: list[Path] | None = option("folders with results (default: results/)",
-                                        action="extend", metavar="DIR")  # fmt: skip
+    results: list[Path] | None = option(
+        "folders with results (default: results/)", action="extend", nargs="+", metavar="DIR"
+    )
     output_dir: Path | None = option(
         f"for {' and '.join(PAGE)} (default: results/report/)", metavar="DIR"
     )
@@ -41,12 +42,12 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = read(Options, argv, description=__doc__,
+    return run(
+        Options, _report, argv, interrupted="interrupted: what is written is whole",
+        description=__doc__,
         epilog="Exit status: 0 done (broken result files are named in the report), 2 wrong usage "
-        "or nothing to report, 77 a package is missing, 130 interrupted.")  # fmt: skip
-    return errors.exit_status(
-        lambda: _report(options), interrupted="interrupted: what is written is whole"
-    )
+        "or nothing to report, 77 a package is missing, 130 interrupted.",
+    )  # fmt: skip
 
 
 def _report(options: Options) -> int:

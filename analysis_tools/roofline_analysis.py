@@ -5,6 +5,7 @@ parts), what ncu, rocprof-compute or rocprofv3 counted (each kernel), or a resul
 No GPU is needed for it.
 """
 
+import argparse
 import importlib.util
 import sys
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
     import_torch()
 
 from workshop import errors, results  # noqa: E402
-from workshop.arguments import argument, option, read  # noqa: E402
+from workshop.arguments import argument, option, run  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.profilers.names import printable  # noqa: E402
 from workshop.roofline import ceilings, inputs  # noqa: E402
@@ -37,33 +38,47 @@ MOST_SHOWN = 50
 
 @dataclass
 class Options:
+    """The command line."""
+
     paths: list[Path] = argument("of one device, for one roofline", nargs="*", metavar="PATH")
-    peak_compute: float | None = option("a ceiling in TFLOP/s at --precision")
-    peak_bw: float | None = option("a ceiling in GB/s of the memory")
+    peak_compute: float | None = option("a ceiling, added to those known: TFLOP/s at --precision")
+    peak_bw: float | None = option("a ceiling, added to those known: GB/s of the memory")
     chip: str | None = option('ceilings of a listed chip\'s data sheet, as "L4"', metavar="NAME")
-    measure: bool = option("measure ceilings here, in seconds, and keep them")
+    measure: bool = option("measure the ceilings here, in seconds, and keep them")
     device: str = option("to measure (default auto: GPU if any)", "auto")
     precision: str | None = option(
-        "of result files, only those of it; of kernels, that of their products where none is "
-        "recorded (default bf16)", choices=("fp32", "tf32", "bf16", "fp16"),
-    )  # fmt: skip
-    config: str | None = option("of result files, only those of it (default: all)",
-                                metavar="PRESET")  # fmt: skip
+        "of result files, only those of it; of kernels, that of their products where none "
+        "is recorded (default bf16)",
+        choices=("fp32", "tf32", "bf16", "fp16"),
+    )
+    config: str | None = option(
+        "of result files, only those of it (default: all)", metavar="PRESET"
+    )
     top: int = option("points to describe", 12)
-    results: Path = option("where measured ceilings are kept (default: results/)",
-                           results.DEFAULT_FOLDER, metavar="DIR")  # fmt: skip
+    results: Path = option(
+        "where measured ceilings are kept (default: results/)",
+        results.DEFAULT_FOLDER,
+        metavar="DIR",
+    )
     output_dir: Path | None = option(
         "for roofline.png, .csv, .json (default: DIR/roofline/)", metavar="DIR"
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = read(Options, argv, description=__doc__,
-        epilog="For example: roofline_analysis.py results/reference/nvidia_h200 --config medium. "
-        "Exit status: 0 done, 2 wrong usage or nothing that has a place on a roofline, 77 a "
-        "package is missing, 130 interrupted.")  # fmt: skip
-    return errors.exit_status(
-        lambda: _analyse(options), interrupted="interrupted: what is written is whole"
+    return run(
+        Options,
+        _analyse,
+        argv,
+        interrupted="interrupted: what is written is whole",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n"
+        "  roofline_analysis.py results/reference/nvidia_h200 --config medium --precision bf16\n"
+        "  roofline_analysis.py version1_pytorch_baseline/profiles/ncu\n"
+        "  roofline_analysis.py --measure\n\n"
+        "Exit status: 0 done, 2 wrong usage or nothing that has a place on a roofline, 77 a\n"
+        "package is missing, 130 interrupted.",
     )
 
 

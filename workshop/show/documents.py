@@ -174,13 +174,17 @@ def _range(values: Sequence[float], unit: str) -> str:
 # --- docs/what_each_idea_is_worth.md -------------------------------------------------------------
 
 
+# The other sizes, axes and precisions are in the files beside the pictures.
+
+
 def waterfalls(recorded: Recorded) -> str:
-    return _study(recorded, "waterfall", map(comparisons.waterfall_table, recorded.falls))
+    found = (one for one in recorded.falls if one.config == LADDER_CONFIGS[-1])
+    return _study(recorded, "waterfall", map(comparisons.waterfall_table, found))
 
 
 def sweeps(recorded: Recorded) -> str:
-    found = (one for axis in sweep.AXES.values() for one in sweep.build(recorded.runs, axis))
-    return _study(recorded, "sweep*", map(comparisons.sweep_table, found))
+    found = [one for axis in sweep.AXES.values() for one in sweep.build(recorded.runs, axis)]
+    return _study(recorded, "sweep*", map(comparisons.sweep_table, found[:1]))
 
 
 def _study(recorded: Recorded, pattern: str, found: Iterable[tables.Table]) -> str:
@@ -196,7 +200,10 @@ def _study(recorded: Recorded, pattern: str, found: Iterable[tables.Table]) -> s
 def startup(recorded: Recorded) -> str:
     """A line for each version and size that is compiled or captured; without rows, nothing."""
     lines = []
-    for row in (row for rows in recorded.rows for row in rows if row.startup_s):
+    compiled = (row for rows in recorded.rows for row in rows if row.startup_s)
+    for row in compiled:
+        if row.precision != LADDER_PRECISION:
+            continue
         what = f"{row.label}, {row.config}, {row.precision}, {row.device}"
         cells = [f"{row.setup_s[name]:.1f} s" for name in ("compile", "capture")]
         if row.prepared_beside:

@@ -1,4 +1,4 @@
-"""The parts that all charts share: the palette, the look, bars and curves, and a chart as part of a page.
+"""The parts that all charts share: the palette, the look, bars and curves, a chart on a page.
 
 `Bars` and `Curves` are what a chart shows; matplotlib draws them here, and slides as charts of
 PowerPoint. A `Chart` is a figure on a page, with its numbers in words.
