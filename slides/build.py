@@ -5,10 +5,10 @@ which files its figures are from. A slide whose results are missing says so, wit
 makes them.
 """
 
-import argparse
 import os
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,44 +21,40 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
     import_torch()
 
 from workshop import errors, results  # noqa: E402
-from workshop.arguments import parse  # noqa: E402
+from workshop.arguments import option, run  # noqa: E402
 
 if TYPE_CHECKING:
     from slides.measured import Measured
     from slides.pages import Body, Slide
 
-REFERENCE = ROOT / "results" / "reference"
+REFERENCE, OUTPUT = ROOT / "results" / "reference", results.DEFAULT_FOLDER / "slides"
 DECKS = "workshop_overview profiling_methodology optimization_techniques results_analysis".split()
 """One for each session, as long as that."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0 done, 2 wrong usage, 77 a package is missing, 130 interrupted.",
-    )
-    parser.add_argument("--results", nargs="+", type=Path, default=[REFERENCE], metavar="DIR",
-        help="with results, as yours (default: results/reference)")  # fmt: skip
-    parser.add_argument("--output-dir", type=Path, default=results.DEFAULT_FOLDER / "slides",
-        metavar="DIR", help="for the decks (default: results/slides/)")  # fmt: skip
-    return parser
+@dataclass
+class Options:
+    results: list[Path] = option("folders with results, as yours (default: results/reference)",
+                                 [REFERENCE], metavar="DIR")  # fmt: skip
+    output_dir: Path = option("for the decks (default: results/slides/)",
+                              OUTPUT, metavar="DIR")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse(build_parser(), argv)
-    return errors.exit_status(
-        lambda: _build(arguments), interrupted="interrupted: what is written is whole"
-    )
+    return run(
+        Options, _build, argv, interrupted="interrupted: what is written is whole",
+        description=__doc__,
+        epilog="Exit status: 0 done, 2 wrong usage, 77 a package is missing, 130 interrupted.",
+    )  # fmt: skip
 
 
-def _build(arguments: argparse.Namespace) -> int:
+def _build(options: Options) -> int:
     errors.require("pptx")
     from slides.measured import Measured
     from slides.pages import Writer
 
-    measured = Measured(arguments.results)
-    folder = results.prepare_folder(arguments.output_dir)
+    measured = Measured(options.results)
+    folder = results.prepare_folder(options.output_dir)
     for deck in DECKS:
         writer = Writer()
         for slide in read(Path(__file__).with_name(f"{deck}.md"), measured):
