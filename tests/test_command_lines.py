@@ -19,7 +19,7 @@ import stored_runs
 import torch
 
 from labs.cifar10_roofline import loop as cifar_loop
-from labs.cifar10_roofline import networks as cifar_networks
+from labs.cifar10_roofline import step as cifar_step
 from labs.inference_benchmark import measure
 from labs.inference_benchmark.modes import Variant
 from workshop import errors, records
@@ -180,7 +180,7 @@ def stop_where_work_begins(monkeypatch: pytest.MonkeyPatch) -> None:
         (trainer, "Runner"),
         (parity, "check_model"),
         (measure, "make_bench"),
-        (cifar_networks, "build"),
+        (cifar_step, "build"),
         (sheet, "make_copies"),
         (subprocess.Popen, "__init__"),
         (ProcessPoolExecutor, "__init__"),

@@ -4,7 +4,6 @@ workers."""
 import dataclasses
 import gzip
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,9 @@ from exercise_cases import (
     red,
     solution,
     unanswered,
-    with_answers,
 )
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from labs.data_pipeline import make_dataset
-from labs.data_pipeline.formats import Folder
-from labs.data_pipeline.peers import SlowOpens
 from workshop import records
 from workshop.labs import LabRun
 
@@ -64,12 +59,6 @@ def test_a_wrong_answer_is_the_one_that_is_red(
     assert says in only_fault(name, tmp_path, answer, **results)
 
 
-def test_a_prediction_is_compared_when_the_findings_are_there(tmp_path: Path) -> None:
-    for answer, says in (("", "predicted 80%: compared when"), ("DataLoader", "measured 0.159%")):
-        answers = with_answers(TRACE, tmp_path, bottleneck=answer)
-        assert says in checked(TRACE, answers=answers)[0].why
-
-
 # --- how many workers ----------------------------------------------------------------------------
 
 
@@ -87,21 +76,6 @@ def test_what_is_not_measured_yet_is_asked_for(workers: tuple[int, ...], tmp_pat
     (item,) = items
     wanted = {(): "--steps rates", (5,): "--workers 10"}.get(workers, "--workers 5")
     assert item.why.startswith("python labs/data_pipeline/") and wanted in item.why
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_workers_that_wait_for_storage_share_a_core(tmp_path: Path) -> None:
-    make_dataset.main(["--images", "128", "--output-dir", str(tmp_path)])
-    images = SlowOpens(Folder(tmp_path), open_ms=50)
-
-    def seconds(workers: int) -> float:
-        start = time.perf_counter()
-        for _ in DataLoader(images, 4, num_workers=workers):
-            pass
-        return time.perf_counter() - start
-
-    assert seconds(1) > 2.5 * seconds(8)
 
 
 # --- which part of the loop is slow --------------------------------------------------------------

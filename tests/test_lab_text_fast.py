@@ -24,27 +24,25 @@ transformers = pytest.importorskip("transformers")
 triton_ops = pytest.importorskip("labs.text_generation.triton_ops", exc_type=ImportError)
 
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "one-head-each": {"num_key_value_heads": 6, "tie_word_embeddings": True},
     "groups-of-two": {"num_key_value_heads": 3, "vocab_size": 512},
     "groups-of-four": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 24},
     "llama3-rope": {"num_key_value_heads": 2, "rope_parameters": LLAMA3},
     "one-kv-head": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "hidden_size": 112,
-        "rms_norm_eps": 1e-3,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 112,
+        "rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
         "tie_word_embeddings": True,
     },
-}
+}  # fmt: skip
+SIZES = {
+    "vocab_size": 311, "hidden_size": 96, "intermediate_size": 152, "num_hidden_layers": 2,
+    "num_attention_heads": 6, "tie_word_embeddings": False, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
 LENGTHS = (17, 5, 11)
 NEW = 128
 
@@ -80,24 +78,12 @@ class Case:
 def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     @functools.cache
     def make(name: str) -> Case:
-        sizes = {
-            "vocab_size": 311,
-            "hidden_size": 96,
-            "intermediate_size": 152,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 6,
-            "tie_word_embeddings": False,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        }
         torch.manual_seed(list(MODELS).index(name))
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | MODELS[name]))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | MODELS[name]))
         with torch.no_grad():
             for weight in model.parameters():  # large enough for attention to look somewhere
-                columns = weight.shape[-1]
-                weight.uniform_(0.5, 1.5) if weight.dim() == 1 else weight.normal_(
-                    std=1.5 * columns**-0.5
-                )
+                std = 1.5 * weight.shape[-1] ** -0.5
+                weight.uniform_(0.5, 1.5) if weight.dim() == 1 else weight.normal_(std=std)
         folder = tmp_path_factory.mktemp(name)
         model.eval().save_pretrained(folder, max_shard_size="200KB")
         ids = torch.randint(1, model.config.vocab_size, (len(LENGTHS), max(LENGTHS)))
@@ -173,13 +159,10 @@ def test_bf16_logits_are_as_near_the_truth_as_hugging_faces(case, name: str, dev
     assert error(forced_logits(ours, it.row(0), steps), truth[:1]) < 1.5 * allowed
 
 
-@pytest.mark.parametrize(
-    ("name", "kernels"),
-    [
-        *((name, False) for name in MODELS),
-        pytest.param("one-kv-head", True, marks=pytest.mark.slow),
-    ],
-)
+WITH_KERNELS = pytest.param("one-kv-head", True, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "kernels"), [*((name, False) for name in MODELS), WITH_KERNELS])
 def test_int8_logits_are_those_of_its_weights(case, name: str, kernels: bool) -> None:
     it, steps = case(name), 12
     exact = copy_of(it.model, torch.float64)
@@ -212,16 +195,15 @@ def test_after_its_end_a_row_is_padding(case) -> None:
     assert torch.equal(torch.stack(streamed, 1), expected)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"attention_bias": True}, "attention_bias True"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-         "rope_type 'linear'"),
-        ({"model_type": "mistral"}, "model_type 'mistral'"),
-    ],
-)  # fmt: skip
+UNKNOWN: list[tuple[dict[str, Any], str]] = [
+    ({"attention_bias": True}, "attention_bias True"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+     "rope_type 'linear'"),
+    ({"model_type": "mistral"}, "model_type 'mistral'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "words"), UNKNOWN)
 def test_what_it_does_not_have_is_one_line(
     changes: dict[str, Any], words: str, case, tmp_path: Path
 ) -> None:

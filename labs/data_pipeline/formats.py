@@ -162,7 +162,7 @@ def how_to_make(folder: Path) -> str:
 
 
 class Named(Images):
-    """PNG files by their names, and labels.json beside them. A format defines `read`."""
+    """PNG files by their names, with labels.json among them. A format defines `read`."""
 
     def read(self, name: str) -> bytes:
         raise NotImplementedError

@@ -164,8 +164,8 @@ class Check(turn.Check):
         )
 
     def _other_order(self, delivered: list[list[Tensor]]) -> list[str]:
-        """What is wrong with each epoch's images: they are those of its order, one after the other,
-        or for a loader in OWN_ORDER each at most once."""
+        """Sentences about epochs whose images are not those of their order, one after the other, or
+        for a loader in OWN_ORDER each at most once."""
         failures, batch_size = [], self._asked.batch_size
         if len(delivered) != self._asked.epochs:
             return [f"{len(delivered)} epochs for {self._asked.epochs}"]
@@ -185,7 +185,7 @@ class Check(turn.Check):
         return failures
 
     def _other_images(self, course: Course) -> list[str]:
-        """What is wrong with the parts that were asked for. Raises Closed: one is missing."""
+        """Sentences about parts that are not the plain loop's. Raises Closed: one is missing."""
         failures = []
         for step, start in self._kept.items():
             epoch, place = divmod(step, self._images.steps)

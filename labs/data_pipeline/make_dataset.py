@@ -256,7 +256,7 @@ def _coloured(ink: np.ndarray, size: int, random: np.random.Generator) -> "Image
 
 
 def _own_images(folder: Path) -> list[Path]:
-    """The images below the sub-folders, sorted; raises WorkshopError where there are none."""
+    """The images below the sub-folders, sorted; raises WorkshopError without one."""
     paths = (path for path in sorted(folder.glob("*/**/*")) if path.name[0] != ".")
     found = [path for path in paths if path.suffix.lower() in SUFFIXES]
     if not found:

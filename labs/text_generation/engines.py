@@ -64,7 +64,7 @@ class Engine(Protocol):
             mask: int64 (B, T), 0 where `ids` are padding.
             new_tokens: how many at most.
             temperature: 0 takes the most likely token.
-            seed: of the batch's first prompt; prompt i has `seed + i`, whatever is beside it.
+            seed: of the batch's first prompt; prompt i has `seed + i`, whatever its neighbours.
             on_tokens: called with the tokens (B,) of each step as soon as they are there.
         """
         ...
@@ -299,8 +299,8 @@ def _deepspeed_model(arguments: argparse.Namespace, loaded: Loaded, longest: int
 
 
 class VLLM:
-    """vLLM's engine, a step of all texts at a time. Drawn tokens follow its own generator. It wants
-    one version of PyTorch exactly, and so an environment of its own."""
+    """vLLM's engine, a step of all texts at a time. Drawn tokens follow its own generator. It needs
+    an exact version of PyTorch, and so a separate environment."""
 
     compiled = False  # here; vLLM compiles and captures when it starts, and in its own way
 

@@ -26,7 +26,7 @@ PACKAGES = ("transformers", "tokenizers", "safetensors")
 
 def prepare(folder: Path, replace: bool) -> None:
     """Checks before the training that it can be saved there. Raises WorkshopError: the folder can't
-    be written, holds other files, or an earlier model that is not to be replaced."""
+    be written, or holds other files, or an earlier model without `replace`."""
     results.prepare_folder(folder.parent)
     if not folder.exists():
         return

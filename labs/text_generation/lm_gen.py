@@ -223,11 +223,11 @@ def prepare(
     own = engines.has_its_own_model(arguments)
     record = _new_record(arguments, loaded, precision, batches[0], engine)
     record.metrics |= cost if own else loaded.cost
-    proof = gate.Check(
+    own_gate = gate.Check(
         loaded, precision, batches, arguments.num_tokens, greedy=not arguments.temperature,
         plain_loop=arguments.engine == "hf" and not own,
     )  # fmt: skip
-    turn = Turn(arguments.candidate, proof if arguments.output_dir else None)
+    turn = Turn(arguments.candidate, own_gate if arguments.output_dir else None)
     return Job(arguments, loaded, engine, texts, batches, turn, record)
 
 

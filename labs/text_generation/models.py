@@ -40,7 +40,7 @@ class Loaded:
     spread: str
     """The devices over which it is spread; "" for one."""
     cost: dict[str, float]
-    """What loading took, as `watched` measures it."""
+    """The cost of loading, as `watched` measures it."""
 
     @property
     def pad(self) -> int:
