@@ -56,7 +56,7 @@ def add_options(parser: argparse._ActionsContainer, kind: type[Any]) -> None:
             how = _of_values(value_type, is_list) | how
             if "action" in how:  # which takes the values one by one
                 how.pop("nargs", None)
-            if "default" not in how["help"] and (default := how.get("default")) is not None:
+            if "default" not in how["help"] and (default := how.get("default")) not in (None, ""):
                 shown = " ".join(map(str, default)) if is_list else default
                 how["help"] += f" (default {shown})".replace("%", "%%")
         parser.add_argument(flag, **how)
