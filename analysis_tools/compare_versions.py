@@ -24,7 +24,7 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
     import_torch()
 
 from workshop import errors, records, results, tables, versions  # noqa: E402
-from workshop.arguments import option, read  # noqa: E402
+from workshop.arguments import option, run  # noqa: E402
 from workshop.compare import rows, sessions, sweep, waterfall  # noqa: E402
 from workshop.compare.rows import Row  # noqa: E402
 from workshop.compare.sessions import Asked, Planned, run_plans  # noqa: E402
@@ -62,17 +62,15 @@ class Options(Asked):
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = read(
+    return run(
         Options,
+        _compare,
         argv,
+        interrupted="interrupted: --from-results shows what was completed",
         description=__doc__.split("\n\n")[0],
         epilog="Exit status: 0 done, 1 a check or a version failed, 2 wrong usage, "
         "77 this machine can run none of them, 130 interrupted by Ctrl-C or SIGTERM (what was "
         "completed is saved and shown). A size at which memory runs out is no failure of a sweep.",
-    )
-    return errors.exit_status(
-        lambda: _compare(options),
-        interrupted="interrupted: --from-results shows what was completed",
     )
 
 
@@ -123,7 +121,7 @@ class Study:
 
     name: str
     what: str
-    """What there is none of, in results without one."""
+    """Words for it, in the error where results hold none."""
     plan: Callable[[str], Planned]
     """Takes a session's name."""
     build: Callable[[list[RunResult]], list[Any]]

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import webbrowser
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,38 +23,41 @@ from workshop import errors  # noqa: E402
 if __name__ == "__main__":
     errors.begin()
 
-from workshop.arguments import parse  # noqa: E402
+from workshop.arguments import option, run  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 
 PORT = 8050
 NEEDS = ("jinja2", "matplotlib")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    assert __doc__
-    parser = argparse.ArgumentParser(
+@dataclass
+class Options:
+    """The command line."""
+
+    results: list[Path] | None = option(
+        "with results; may be repeated (default: results/)", action="append", metavar="DIR"
+    )
+    port: int = option("0 for any that is free", PORT)
+    no_browser: bool = option("open no browser, only print the address")
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run(
+        Options,
+        _show,
+        argv,
+        interrupted="\nended",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit status: 0 done (Ctrl-C ends the server), 2 wrong usage, 77 a package is "
         "missing.",
     )
-    add = parser.add_argument
-    add("--results", action="append", type=Path, metavar="DIR",
-        help="with results; may be repeated (default: results/)")  # fmt: skip
-    add("--port", type=int, default=PORT, help="0 for any that is free (default %(default)s)")
-    add("--no-browser", action="store_true", help="open no browser, only print the address")
-    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse(build_parser(), argv)
-    return errors.exit_status(lambda: _show(arguments), interrupted="\nended")
-
-
-def _show(arguments: argparse.Namespace) -> int:
+def _show(options: Options) -> int:
     errors.require(*NEEDS)
-    if not 0 <= arguments.port < 1 << 16:
-        raise WorkshopError(f"--port {arguments.port}: it must lie between 0 and 65535")
+    if not 0 <= options.port < 1 << 16:
+        raise WorkshopError(f"--port {options.port}: it must lie between 0 and 65535")
     # These import torch, which --help does not need.
     import torch
 
@@ -62,11 +66,11 @@ def _show(arguments: argparse.Namespace) -> int:
     from workshop.show import server
 
     torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
-    collection = Collection(arguments.results or [results.DEFAULT_FOLDER])
-    with server.make_server(server.Results(collection), arguments.port) as running:
+    collection = Collection(options.results or [results.DEFAULT_FOLDER])
+    with server.make_server(server.Results(collection), options.port) as running:
         address = f"http://{server.HOST}:{running.server_port}/"
         print(f"{address}  (Ctrl-C ends it)", flush=True)
-        if not arguments.no_browser and _has_screen():
+        if not options.no_browser and _has_screen():
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         running.serve_forever()  # until Ctrl-C
     return errors.DONE

@@ -6,8 +6,8 @@ verdicts, what bounds a step and its kernels, with links to the result files. It
 """
 
 import argparse
-import functools
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from workshop import errors  # noqa: E402
 if __name__ == "__main__":
     errors.begin()
 
-from workshop.arguments import parse  # noqa: E402
+from workshop.arguments import option, run  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -31,37 +31,41 @@ TITLE = "Training results"
 MOST_SHOWN = 50
 
 
-def build_parser() -> argparse.ArgumentParser:
-    assert __doc__
-    parser = argparse.ArgumentParser(
+@dataclass
+class Options:
+    """The command line."""
+
+    results: list[Path] | None = option(
+        "with results; may be repeated (default: results/)", action="append", metavar="DIR"
+    )
+    output_dir: Path | None = option(
+        f"for {PAGE} and {MARKDOWN} (default: results/report/)", metavar="DIR"
+    )
+    title: str = option("of the report", TITLE, metavar="TEXT")
+    top: int = option("kernels a profile", 10)
+    sheet: bool = option(
+        f"write {' and '.join(SHEET)} instead: your machine, exercises, times and labs filled "
+        "in, with room for your name and what you saw"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run(
+        Options,
+        _report,
+        argv,
+        interrupted="interrupted: what is written is whole",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit status: 0 done (broken result files are named in the report), 2 wrong usage\n"
         "or nothing to report, 77 a package is missing, 130 interrupted.",
     )
-    add = parser.add_argument
-    folder = functools.partial(add, type=Path, metavar="DIR")
-    folder("--results", action="append", help="with results; may be repeated (default: results/)")
-    folder("--output-dir", help=f"for {PAGE} and {MARKDOWN} (default: results/report/)")
-    add("--title", default=TITLE, metavar="TEXT", help="of the report (default: %(default)s)")
-    add("--top", type=int, default=10, metavar="N", help="kernels a profile (default %(default)s)")
-    add("--sheet", action="store_true",
-        help=f"write {' and '.join(SHEET)} instead: your machine, exercises, times and labs filled "
-        "in, with room for your name and what you saw")  # fmt: skip
-    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse(build_parser(), argv)
-    return errors.exit_status(
-        lambda: _report(arguments), interrupted="interrupted: what is written is whole"
-    )
-
-
-def _report(arguments: argparse.Namespace) -> int:
+def _report(options: Options) -> int:
     errors.require("jinja2", "matplotlib", "rich")
-    if not 1 <= arguments.top <= MOST_SHOWN:
-        raise WorkshopError(f"--top {arguments.top}: it must lie between 1 and {MOST_SHOWN}")
+    if not 1 <= options.top <= MOST_SHOWN:
+        raise WorkshopError(f"--top {options.top}: it must lie between 1 and {MOST_SHOWN}")
     # These import torch, which --help does not need.
     import torch
     from rich.console import Console
@@ -72,10 +76,10 @@ def _report(arguments: argparse.Namespace) -> int:
     from workshop.show import page
 
     torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
-    collection = Collection(arguments.results or [results.DEFAULT_FOLDER])
-    folder = arguments.output_dir or results.DEFAULT_FOLDER / "report"
-    targets = [folder / name for name in (SHEET if arguments.sheet else (PAGE, MARKDOWN))]
-    if arguments.sheet and (kept := next((path for path in targets if path.exists()), None)):
+    collection = Collection(options.results or [results.DEFAULT_FOLDER])
+    folder = options.output_dir or results.DEFAULT_FOLDER / "report"
+    targets = [folder / name for name in (SHEET if options.sheet else (PAGE, MARKDOWN))]
+    if options.sheet and (kept := next((path for path in targets if path.exists()), None)):
         raise WorkshopError(
             f"{kept} exists, and your notes may be in it: move it, or choose another --output-dir"
         )
@@ -86,8 +90,8 @@ def _report(arguments: argparse.Namespace) -> int:
             status.update(Text(what))
 
         collection.refresh()
-        parts = page.read(collection, arguments.top)
-        if arguments.sheet:
+        parts = page.read(collection, options.top)
+        if options.sheet:
             texts = page.sheet(parts, folder, _exercises(collection.folders[0]))
             if texts is None:
                 raise WorkshopError(f"{named}: no runs of yours; `make compare` makes some")
@@ -96,7 +100,7 @@ def _report(arguments: argparse.Namespace) -> int:
             if not parts:
                 raise WorkshopError(f"{named}: no result in it; `make compare` makes some")
             results.prepare_folder(folder)  # before the charts, which take time
-            made = page.make(parts, title=errors.printable(arguments.title), progress=progress)
+            made = page.make(parts, title=errors.printable(options.title), progress=progress)
             markdown = page.markdown_page(made, folder)
             texts = page.html_page(made, folder, progress=progress), markdown
     results.write_together(dict(zip(targets, texts, strict=True)))

@@ -6,9 +6,9 @@ No GPU is needed for it.
 """
 
 import argparse
-import functools
 import importlib.util
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
     import_torch()
 
 from workshop import errors, results  # noqa: E402
-from workshop.arguments import parse  # noqa: E402
+from workshop.arguments import argument, option, run  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.profilers.names import printable  # noqa: E402
 from workshop.roofline import ceilings, inputs  # noqa: E402
@@ -36,9 +36,41 @@ if TYPE_CHECKING:
 MOST_SHOWN = 50
 
 
-def build_parser() -> argparse.ArgumentParser:
-    assert __doc__
-    parser = argparse.ArgumentParser(
+@dataclass
+class Options:
+    """The command line."""
+
+    paths: list[Path] = argument("of one device, for one roofline", nargs="*", metavar="PATH")
+    peak_compute: float | None = option("a ceiling, added to those known: TFLOP/s at --precision")
+    peak_bw: float | None = option("a ceiling, added to those known: GB/s of the memory")
+    chip: str | None = option('ceilings of a listed chip\'s data sheet, as "L4"', metavar="NAME")
+    measure: bool = option("measure the ceilings here, in seconds, and keep them")
+    device: str = option("to measure (default auto: GPU if any)", "auto")
+    precision: str | None = option(
+        "of result files, only those of it; of kernels, that of their products where none "
+        "is recorded (default bf16)",
+        choices=("fp32", "tf32", "bf16", "fp16"),
+    )
+    config: str | None = option(
+        "of result files, only those of it (default: all)", metavar="PRESET"
+    )
+    top: int = option("points to describe", 12)
+    results: Path = option(
+        "where measured ceilings are kept (default: results/)",
+        results.DEFAULT_FOLDER,
+        metavar="DIR",
+    )
+    output_dir: Path | None = option(
+        "for roofline.png, .csv, .json (default: DIR/roofline/)", metavar="DIR"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run(
+        Options,
+        _analyse,
+        argv,
+        interrupted="interrupted: what is written is whole",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="examples:\n"
@@ -48,67 +80,42 @@ def build_parser() -> argparse.ArgumentParser:
         "Exit status: 0 done, 2 wrong usage or nothing that has a place on a roofline, 77 a\n"
         "package is missing, 130 interrupted.",
     )
-    add = parser.add_argument
-    add("paths", nargs="*", type=Path, metavar="PATH", help="of one device, for one roofline")
-    limits = parser.add_argument_group("ceilings, added to those known of the device").add_argument
-    limits("--peak-compute", type=float, metavar="X", help="TFLOP/s at --precision")
-    limits("--peak-bw", type=float, metavar="X", help="GB/s of the memory")
-    limits("--chip", metavar="NAME", help='data sheet of a listed chip, as "L4"')
-    limits("--measure", action="store_true", help="measure them here, in seconds, and keep them")
-    limits("--device", default="auto", help="to measure (default auto: GPU if any)")
-    add("--precision", choices=("fp32", "tf32", "bf16", "fp16"),
-        help="of result files, only those of it; of kernels, that of their products where none "
-        "is recorded (default bf16)")  # fmt: skip
-    add("--config", metavar="PRESET", help="of result files, only those of it (default: all)")
-    add("--top", type=int, default=12, metavar="N", help="points to describe (default %(default)s)")
-    folder = functools.partial(add, type=Path, metavar="DIR")
-    folder("--results", help="where measured ceilings are kept (default: results/)")
-    folder("--output-dir", help="for roofline.png, .csv, .json (default: DIR/roofline/)")
-    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse(build_parser(), argv)
-    return errors.exit_status(
-        lambda: _analyse(arguments), interrupted="interrupted: what is written is whole"
-    )
-
-
-def _analyse(arguments: argparse.Namespace) -> int:
-    if not (arguments.paths or arguments.measure):
+def _analyse(options: Options) -> int:
+    if not (options.paths or options.measure):
         raise WorkshopError("nothing to show: give a PATH, or --measure (see --help)")
-    if not 1 <= arguments.top <= MOST_SHOWN:
-        raise WorkshopError(f"--top {arguments.top}: it must lie between 1 and {MOST_SHOWN}")
+    if not 1 <= options.top <= MOST_SHOWN:
+        raise WorkshopError(f"--top {options.top}: it must lie between 1 and {MOST_SHOWN}")
     errors.require("rich")
-    arguments.results = arguments.results or results.DEFAULT_FOLDER
     console = terminal()
-    if arguments.measure:
-        _measure(arguments, console)
-    if not arguments.paths:
+    if options.measure:
+        _measure(options, console)
+    if not options.paths:
         return errors.DONE
-    roofline = inputs.load(arguments.paths, precision=arguments.precision, config=arguments.config)
+    roofline = inputs.load(options.paths, precision=options.precision, config=options.config)
     # --peak-compute is the peak at the given precision, else at that of the products.
     of_products = (point.precision for point in roofline.points if point.precision != "fp32")
-    precision = arguments.precision or next(of_products, "fp32")
-    given = inputs.given_ceilings(arguments.peak_compute, arguments.peak_bw, precision)
-    ceilings.attach(roofline, given=given, chip=arguments.chip, folder=arguments.results)
-    folder = results.prepare_folder(arguments.output_dir or arguments.results / "roofline")
-    written = _write(roofline, arguments.top, folder)
-    _show(roofline, arguments.top, console)
+    precision = options.precision or next(of_products, "fp32")
+    given = inputs.given_ceilings(options.peak_compute, options.peak_bw, precision)
+    ceilings.attach(roofline, given=given, chip=options.chip, folder=options.results)
+    folder = results.prepare_folder(options.output_dir or options.results / "roofline")
+    written = _write(roofline, options.top, folder)
+    _show(roofline, options.top, console)
     print("\n".join(written))
     return errors.DONE
 
 
-def _measure(arguments: argparse.Namespace, console: "Console") -> None:
+def _measure(options: Options, console: "Console") -> None:
     from rich.console import Console
 
-    device = hardware.get_device(arguments.device)
+    device = hardware.get_device(options.device)
     with Console(stderr=True).status("measuring") as status:
         measurement = ceilings.measure(device, lambda what: status.update(f"measuring: {what}"))
     name = printable(str(measurement.device.get("name")))
     found = ", ".join(ceiling_text(ceiling) for ceiling in measurement.ceilings())
     console.print(f"{name}: {found}; measured in {measurement.seconds:.1f} s")
-    print(f"Written: {ceilings.save(measurement, arguments.results)}")
+    print(f"Written: {ceilings.save(measurement, options.results)}")
 
 
 # --- showing -------------------------------------------------------------------------------------

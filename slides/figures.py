@@ -6,9 +6,10 @@ and values for the braces in the slide's title and caption.
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from slides.measured import SIZES, Measured, NotMeasured
-from slides.pages import Bars, Body, Code, Curves, Lanes
+from slides.pages import Body, Code, Lanes
 from workshop.classroom.instructor import PUBLISHED
 from workshop.compare import sweep as sweeps
 from workshop.compare.rows import ratio
@@ -20,14 +21,13 @@ from workshop.profilers.table import KernelTable
 from workshop.roofline import ceilings, inputs
 from workshop.roofline.model import COMPUTE, DATA_SHEET, MEMORY
 from workshop.run import timing
-from workshop.show import lab_table
+from workshop.show import charts, lab_table
 from workshop.show import roofline_chart as roofs
-from workshop.show.charts import MEMORY as MEMORY_PARTS
-from workshop.show.charts import PHASES
+from workshop.show.drawing import GREEN, GREY, RED, Bars, Curves
 from workshop.versions import ALL, BASELINE, PEERS, ROOT, VERSIONS
 
 Shown = tuple[Body, Mapping[str, object]]
-GREY, BLUE, ORANGE, GREEN, LIGHT = "808080", "0072B2", "D55E00", "009E73", "B8D4E8"
+BLUE, LIGHT = "#0072B2", "#B8D4E8"
 SMALL, MEDIUM = SIZES
 TORCH_PROFILER, NCU = "torch.profiler", "ncu"
 TRACES = ROOT / "tests" / "fixtures" / "profilers" / "kineto"
@@ -57,17 +57,13 @@ def name(key: str) -> str:
     return key.upper() if key in VERSIONS else ALL[key].title
 
 
-def plain(colours: Iterable[str]) -> list[str]:
-    return [colour.lstrip("#") for colour in colours]
-
-
 def _bars(
     keys: Sequence[str], values: Sequence[float | None], axis: str, look: Sequence[str] = (),
     form: str = "",
 ) -> Bars:  # fmt: skip
     """A bar for each version, peer or text; across if one is long."""
     labels = [name(key) if key in ALL else key for key in keys]
-    look = look or plain(ALL[key].colour for key in keys)
+    look = look or [ALL[key].colour for key in keys]
     large = max(value or 0.0 for value in values) >= 100
     form = form or ("#,##0" if large else "#,##0.0")
     return Bars(labels, {axis: values}, axis, look, form, across=max(map(len, labels)) > 7)
@@ -113,23 +109,19 @@ def losses(measured: Measured) -> Shown:
 def parts(measured: Measured, what: str) -> Shown:
     """The parts of the peak memory or of the step; V1 against the version with the least."""
     its = measured.ladder(MEDIUM).versions
-    axis, of, scale = {
-        "memory": ("GB at the peak", MEMORY_PARTS, 1e-3),
-        "phases": ("ms a step", PHASES, 1.0),
-    }[what]
-    values = [row.memory_mb if what == "memory" else row.step_parts for row in its]
-    series = {label: [scale * float(own.get(key) or 0.0) for own in values] for key, label, _ in of}
-    sums, labels = (
-        list(map(sum, zip(*series.values(), strict=True))),
-        [name(r.version) for r in its],
-    )
-    words = {"v1": sums[0], "low": labels[sums.index(min(sums))], "least": min(sums)}
+    body = charts.memory(its) if what == "memory" else charts.steps(its)
+    if what == "memory":
+        own = {name: [(x or 0.0) / 1e3 for x in mb] for name, mb in body.series.items()}
+        body = replace(body, series=own, axis="GB at the peak")
+    series = {name: [x or 0.0 for x in own] for name, own in body.series.items()}
+    sums, labels = [*map(sum, zip(*series.values(), strict=True))], [name(r.version) for r in its]
     if not all(sums):
         raise NotMeasured(f"the {what} of the versions", "make compare")
+    words = {"v1": sums[0], "low": labels[sums.index(min(sums))], "least": min(sums)}
     if what == "phases":
         ratios = [b / f for b, f in zip(series["backward"], series["forward"], strict=True)]
         words |= {"shortest": min(ratios), "longest": max(ratios)}
-    return Bars(labels, series, axis, plain(colour for *_, colour in of), stacked=True), words
+    return replace(body, labels=labels), words
 
 
 def precision(measured: Measured) -> Shown:
@@ -156,7 +148,7 @@ def waterfall(measured: Measured, to: str) -> Shown:
     moving = sorted(timed[1:-1], key=lambda step: abs(step.saved_ms or 0.0))[-MOST_MOVING:]
     kept = {id(step) for step in (timed[0], *moving, timed[-1])}
     shown = [step for step in timed if id(step) in kept]
-    values, look = [s.step_ms for s in shown], plain(ALL[s.rung.version].colour for s in shown)
+    values, look = [s.step_ms for s in shown], [ALL[s.rung.version].colour for s in shown]
     own = max(timed[1:], key=lambda step: (step.rung.version == to, step.saved_ms or 0.0))
     words = {"size": fall.config, "first_ms": ms(values[0]), "last_ms": ms(values[-1])}
     body = _bars([step.rung.title for step in shown], values, "ms a step", look)
@@ -197,7 +189,7 @@ def sweep(measured: Measured, axis: str) -> Shown:
         {name(key): its for key, its in series.items()},
         [ALL[key].colour for key in series],
     )
-    body = Curves(upper, what, "GB at the peak", plain(look))
+    body = Curves(upper, what, "GB at the peak", look)
     return body, {"at": most, "v1": at[BASELINE], "low": name(least), "least": at[least]}
 
 
@@ -220,7 +212,7 @@ def roofline(measured: Measured) -> Shown:
     every = {kind: [line.start, line.end] for kind, line in lines.items()}
     every |= {name(key): marks[key] for key in keys}
     series = {key: [(x, y / 1e12) for x, y in points] for key, points in every.items()}
-    look = plain(["5F6B76", "1F2933", *(ALL[key].colour for key in keys)])
+    look = ["#5F6B76", "#1F2933", *(ALL[key].colour for key in keys)]
     body = Curves(series, "FLOP a byte", "TFLOP/s", look, logarithmic=True)
     words = {"best": max(marks[key][0][1] for key in keys) / 1e12}
     limits = "; ".join(line.text for line in lines.values())
@@ -268,7 +260,7 @@ def claims(measured: Measured, what: str) -> Shown:
     its = plausibility.read_claims(PUBLISHED)
     reasons = [len(plausibility.check(row)) for row in its]
     measured.use([PUBLISHED], "published times of others: tests/fixtures/published_tables.json")
-    look, labels = [ORANGE if count else GREY for count in reasons], [row.name for row in its]
+    look, labels = [RED if count else GREY for count in reasons], [row.name for row in its]
     words = {"wrong": sum(map(bool, reasons)), "count": len(its)}
     if what == "times":
         times = [row.step_ms for row in its]
@@ -317,7 +309,7 @@ def categories(measured: Measured) -> Shown:
     ]
     kinds = [what for what in picture.COLOURS if any(what in own for own in shares)]
     series = {what: [own.get(what, 0.0) for own in shares] for what in kinds}
-    labels, look = [name(key) for key, _ in its], plain(picture.COLOURS[what] for what in kinds)
+    labels, look = [name(key) for key, _ in its], [picture.COLOURS[what] for what in kinds]
     found = [advisor.headline(advisor.advise(one.table, one.run)) for _, one in its]
     advice = [f"{key} {one.finding}" for key, one in zip(labels, found, strict=True) if one]
     body = Bars(labels, series, "% of kernels' time", look, stacked=True)
@@ -354,13 +346,13 @@ def trace(measured: Measured, file: str, start: str, end: str = "") -> Shown:
         words[kind.replace(" ", "_")] = sum(s.start >= window.start for s in slices)
         drawn[kind] = [
             (max(s.start - window.start, 0.0) / length, min(s.end - window.start, length) / length,
-             picture.COLOURS[s.category].lstrip("#"),
+             picture.COLOURS[s.category],
              s.name.removeprefix("aten::") if kind in (timeline.RANGES, timeline.OPERATORS) else "")
             for s in timeline.merge(slices, length / 600)
         ]  # fmt: skip
     idle = sum(end - start for start, end in timeline.gaps(slices, window))
     shown = {colour for slices in drawn.values() for *_, colour, _ in slices}
-    legend = {kind: c.lstrip("#") for kind, c in picture.COLOURS.items() if c.lstrip("#") in shown}
+    legend = {kind: c for kind, c in picture.COLOURS.items() if c in shown}
     for kind in ("other", timeline.RANGE, timeline.CALL, timeline.SYNCHRONISATION):
         legend.pop(kind, None)
     return Lanes(drawn, legend), words | {"busy": 100 * (1 - idle / length)}

@@ -22,6 +22,8 @@ from pptx.oxml import parse_xml
 from pptx.oxml.ns import qn
 from pptx.util import Emu, Inches, Pt
 
+from workshop.show.drawing import Bars, Curves
+
 FONT, CODE_FONT = "Arial", "Courier New"
 """Every PowerPoint has them, and LibreOffice fonts as wide."""
 SMALLEST, TEXT, FIRST, SOURCE = 24, 32, 44, 14
@@ -38,34 +40,6 @@ _FOOT = (_LEFT, Inches(6.93), _WIDTH, Inches(0.47))
 _GAP = Inches(0.25)
 Box = tuple[int, int, int, int]
 """Left, top, width, height in EMU."""
-
-
-@dataclass(frozen=True)
-class Bars:
-    """Values at categories, of one or several series; None leaves a gap."""
-
-    categories: Sequence[str]
-    series: Mapping[str, Sequence[float | None]]
-    axis: str
-    """The meaning of the values, with their unit."""
-    colours: Sequence[str]
-    """The colours of the series; of a single series' bars."""
-    form: str = ""
-    """A spreadsheet's format of the numbers at the bars; without one the axis has numbers."""
-    stacked: bool = False
-    across: bool = False
-    """Bars lie, the first on top: for long categories."""
-
-
-@dataclass(frozen=True)
-class Curves:
-    """Points (x, y): a series of one is a mark, one of several a line."""
-
-    series: Mapping[str, Sequence[tuple[float, float]]]
-    x: str
-    y: str
-    colours: Sequence[str]
-    logarithmic: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,7 +163,7 @@ def _fill(
             _bullet(paragraph)
         run = paragraph.add_run()
         run.text, run.font.size, run.font.bold, run.font.name = text, Pt(size), bold, font
-        run.font.color.rgb = RGBColor.from_string(colour)
+        run.font.color.rgb = RGBColor.from_string(colour.lstrip("#"))
 
 
 def _bullet(paragraph: Any) -> None:
@@ -204,7 +178,7 @@ def _bullet(paragraph: Any) -> None:
 
 def _paint(fill: Any, colour: str) -> None:
     fill.solid()
-    fill.fore_color.rgb = RGBColor.from_string(colour)
+    fill.fore_color.rgb = RGBColor.from_string(colour.lstrip("#"))
 
 
 def _colour(shape: Any, colour: str) -> None:
@@ -307,7 +281,7 @@ def _(body: Lanes, page: Any, box: Box) -> None:
     for name, colour in body.legend.items():
         run = texts.text_frame.paragraphs[0].add_run()
         run.text, run.font.size = f"■ {name} ", Pt(SMALLEST)
-        run.font.color.rgb = RGBColor.from_string(colour)
+        run.font.color.rgb = RGBColor.from_string(colour.lstrip("#"))
 
 
 # --- charts --------------------------------------------------------------------------------------
@@ -317,7 +291,7 @@ def _(body: Lanes, page: Any, box: Box) -> None:
 def _(body: Bars, page: Any, box: Box) -> None:
     turned = -1 if body.across else 1  # the first category of lying bars is drawn at the bottom
     data = CategoryChartData(number_format="General")
-    data.categories = body.categories[::turned]
+    data.categories = body.labels[::turned]
     for name, values in body.series.items():
         data.add_series(name, values[::turned])
     kind = f"{'BAR' if body.across else 'COLUMN'}_{'STACKED' if body.stacked else 'CLUSTERED'}"
@@ -325,7 +299,7 @@ def _(body: Bars, page: Any, box: Box) -> None:
     plot, amount, axis = chart.plots[0], chart.value_axis, chart.category_axis
     plot.gap_width, plot.overlap = 40 if body.across else 60, 100 if body.stacked else -5
     one = len(body.series) == 1
-    parts = [plot.series[0].points[i] for i in range(len(body.categories))] if one else plot.series
+    parts = [plot.series[0].points[i] for i in range(len(body.labels))] if one else plot.series
     for part, colour in zip(parts, body.colours[:: turned if one else 1], strict=True):
         _paint(part.format.fill, colour)
     amount.minimum_scale, amount.has_major_gridlines = 0, False
@@ -358,7 +332,7 @@ def _(body: Curves, page: Any, box: Box) -> None:
         series.marker.size, series.format.line.width = 16 if mark else 10, Pt(0 if mark else 4)
         _paint(series.marker.format.fill, colour)
         series.marker.format.line.fill.background()
-        series.format.line.color.rgb = RGBColor.from_string(colour)
+        series.format.line.color.rgb = RGBColor.from_string(colour.lstrip("#"))
     axes = (chart.category_axis, body.x), (chart.value_axis, body.y)
     for index, (axis, name) in enumerate(axes):
         ends = [

@@ -48,44 +48,30 @@ def check_refused_or_sane(read: Callable[[Path], KernelTable], path: Path) -> No
 
 READ = """
 import json, sys
-from importlib import import_module
 from pathlib import Path
+from workshop.profilers import kineto
 
-parser = import_module("workshop.profilers." + sys.argv[1])
-table = parser.read(Path(sys.argv[2]))
-busy_ns = table.timeline.busy_ns if table.timeline else None
-numbers = [table.launches, table.total_ns, busy_ns, table.phases_ns]
-status = Path("/proc/self/status").read_text()
-print(json.dumps([*numbers, 1024 * int(status.split("VmHWM:")[1].split()[0])]))
+table = kineto.read(Path(sys.argv[1]))
+peak = Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]
+print(json.dumps([table.launches, table.phases_ns, 1024 * int(peak)]))
 """
 
 
 class Reading(NamedTuple):
-    """Numbers of the table, and what it took to read it."""
+    """Numbers of the table, and the peak of the memory that it took to read it. (Not ru_maxrss,
+    which starts with that of the process that started it: here with that of all tests.)"""
 
     launches: int
-    total_ns: float
-    busy_ns: float | None
     phases_ns: dict[str, float]
     peak_bytes: int
-    """Peak of the process's memory. Not its ru_maxrss, which starts with that of the process that
-    started it: here with that of all tests before this one."""
 
 
-def read(parser: str, path: Path) -> Reading:
-    """Reads a profile in a process of its own.
-
-    Args:
-        parser: a module of workshop.profilers.
-    """
+def read_trace(path: Path) -> Reading:
+    """Reads a trace in a process of its own."""
     if not Path("/proc/self/status").is_file():
         pytest.skip("no /proc, which has a process's peak of memory")
     done = subprocess.run(
-        [sys.executable, "-c", READ, parser, path],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=HANGS_S,
-    )
+        [sys.executable, "-c", READ, path],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=HANGS_S,
+    )  # fmt: skip
     return Reading(*json.loads(done.stdout))

@@ -85,20 +85,12 @@ def test_what_is_broken_or_needed_must_be_fixed_and_what_is_skipped_need_not(
     assert machine.versions == {"v1": "pass", "v2": "FAIL", "v3": "skipped", "v4": "pass"}
 
 
-@pytest.mark.slow
-def test_the_gate_of_a_machine_is_the_real_one() -> None:
-    assert check_machine.gate("v1") == (check_machine.PASS, "")
-    status, why = check_machine.gate("v9")
-    assert status == check_machine.FAIL and "v9" in why
-
-
 @pytest.mark.parametrize(
     ("outcome", "expected"),
     [
         ((0, "", "a warning"), (check_machine.PASS, "")),
         ((77, "", "error: no Triton"), (check_machine.SKIPPED, "no Triton")),
         ((1, "v3: FAIL, 1 reasons\n  logits: 1\n", "a warning"), (check_machine.FAIL, "logits: 1")),
-        ((-11, "", "ended by signal 11"), (check_machine.FAIL, "ended by signal 11")),
         ((None, "", "no answer within 400 s"), (check_machine.FAIL, "no answer within 400 s")),
     ],
 )
@@ -110,25 +102,16 @@ def test_how_a_gate_ended_is_its_verdict(outcome, expected, monkeypatch) -> None
 def test_a_machine_with_a_broken_torch_gets_its_row(type_command, tmp_path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libamdhip64.so: not found')\n")
-    answer = type_command(
-        *(
-            "python",
-            "-m",
-            "workshop.classroom.check_machine",
-            "--machine",
-            "07",
-            "--output-dir",
-            tmp_path / "machines",
-        ),
-        PYTHONPATH=f"{tmp_path}:{ROOT}",
-    )
+    machines = tmp_path / "machines"
+    words = ("-m", "workshop.classroom.check_machine", "--machine", "07", "--output-dir", machines)
+    answer = type_command("python", *words, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert answer.returncode == 1, answer.stderr
     assert "07: NEEDS ATTENTION" in answer.stdout
     assert "libamdhip64.so: not found" in answer.stdout
-    [machine], problems = check_machine.read_all(tmp_path / "machines")
+    [machine], problems = check_machine.read_all(machines)
     assert (machine.name, problems) == ("07", [])
     assert set(machine.versions.values()) == {check_machine.UNTRIED}
-    assert [path.name for path in (tmp_path / "machines").iterdir()] == ["07.json"]
+    assert [path.name for path in machines.iterdir()] == ["07.json"]
 
 
 def put(folder: Path, name: str, **more: Any) -> None:
@@ -178,11 +161,6 @@ def test_the_table_says_what_is_missing_where(tmp_path, capsys) -> None:
     assert "without ncu (missing): Nsight Compute [a, b]" in text
     assert "not the same everywhere, the checkout: abc on a, c; old on b" in text
     assert "not the same everywhere, PyTorch: 2.13.0, CUDA 13.0 on a, b; missing on c" in text
-
-
-def test_what_a_file_says_steers_no_terminal(tmp_path, capsys) -> None:
-    put(tmp_path, "a", device="GPU\x1b[2J", attention=["x\n\x1b[31my"])
-    assert "\x1b" not in collect(capsys, tmp_path)[1]
 
 
 def test_a_machines_name_is_a_files_name(tmp_path, capsys, monkeypatch) -> None:

@@ -65,24 +65,21 @@ def the_run(output: Path) -> RunResult:
 WRONG = {
     "heads do not divide": ("--num-heads 3", "hidden_dim 64 is not divisible by num_heads 3"),
     "kv heads do not divide": ("--num-kv-heads 3", "num_heads 4 .* by num_kv_heads 3"),
-    "more kv heads than heads": ("--num-kv-heads 8", "num_heads 4 .* by num_kv_heads 8"),
     "odd head size": ("--hidden-dim 12", "head size 3 .* is odd"),
     "sequence too long": ("--seq-len 4096", "--seq-len 4096 .* 2048: lower it or raise --max-seq"),
-    "model too short": ("--max-seq-len 8", "--seq-len 16 is longer than the model's max_seq_len 8"),
     "sequence of one": ("--seq-len 1", "--seq-len 1: .* at least 2"),
     "no rate in fp32": ("--learning-rate 1e+30", r"learning-rate 1e\+30: it must be a positive"),
     "precision": ("--precision fp16", "fp16: the CPU does not have it; choose from fp32, bf16"),
     "no GPU": ("--device cuda:97", "device cuda:97: "),
     "graph": ("--cuda-graph", "--cuda-graph needs a GPU; use --no-cuda-graph"),
-    "text missing": ("--text-file FOLDER/absent", "--text-file FOLDER/absent does not exist"),
-    "text empty": ("--text-file FOLDER/empty", "--text-file FOLDER/empty is empty"),
-    "text a directory": ("--text-file FOLDER", "--text-file FOLDER is a directory: name one file"),
+    "text missing": (
+        "--text-file FOLDER/absent",
+        "--text-file FOLDER/absent can't be read: No such file",
+    ),
     "text short": ("--text-file FOLDER/short", "short has 16 bytes, .* lower --seq-len"),
     "text and synthetic": ("--text-file FOLDER/short --data synthetic", "goes with --data text"),
     "vocabulary too small": ("--vocab-size 255", "vocab_size 255 .* 256 .* raise --vocab-size or"),
 }
-if Path("/proc/self/mem").exists():  # opens, and fails when it is read, even for root
-    WRONG["text unreadable"] = ("--text-file /proc/self/mem", "/proc/self/mem can't be read: ")
 
 # As WRONG; the last is what the message must say to lower.
 TOO_LARGE = {
@@ -132,14 +129,13 @@ def start(tmp_path, type_command) -> Callable[..., Finished]:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_input_is_one_line_and_leaves_nothing(name, run, start, tmp_path) -> None:
-    (tmp_path / "empty").touch()
     (tmp_path / "short").write_bytes(b"16 bytes of text")
     words, pattern = WRONG[name]
     finished = (start if name == "text missing" else run)("v1", *typed(words, tmp_path))
     (line,) = finished.stderr.splitlines()
     assert (finished.returncode, finished.stdout) == (2, "")
     assert re.match(f"error: .*{pattern}", line.replace(str(tmp_path), "FOLDER")), line
-    assert files(tmp_path) == ["empty", "short"] and not (tmp_path / OUT).exists()
+    assert files(tmp_path) == ["short"] and not (tmp_path / OUT).exists()
 
 
 @pytest.mark.parametrize("name", TOO_LARGE)
@@ -242,17 +238,6 @@ def test_a_red_gate_ends_the_run_before_any_time_is_taken(
         assert (" (in fp32, hidden_dim 64, 2 x 16 tokens)" in sentence) == (precision == "bf16")
     for word in ("samples/s", "tokens/s", " ms", "Summary"):
         assert word not in finished.stdout
-
-
-def test_sizes_that_a_version_has_no_code_for_are_one_line(run, tmp_path, monkeypatch) -> None:
-    def refuse(*_: object) -> None:
-        raise ValueError("head size 16: there are kernels for 32, 64 and 128")
-
-    monkeypatch.setattr(versions.load("v1"), "TinyLlama", refuse)
-    finished = run("v1")
-    assert finished.returncode == 2
-    assert finished.stderr == "error: head size 16: there are kernels for 32, 64 and 128\n"
-    assert not (tmp_path / OUT).exists()
 
 
 # --- a good run -------------------------------------------------------------------------------

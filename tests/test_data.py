@@ -58,14 +58,6 @@ def test_every_window_can_be_drawn_the_last_one_too() -> None:
         draw(counting(8))
 
 
-def test_synthetic_tokens_fill_the_vocabulary_evenly() -> None:
-    source = data.Source("synthetic")
-    batches = source.draw(steps=10, batch_size=10, seq_len=100, vocab_size=5, seed=0)
-    counts = batches[:, 0].flatten().bincount()
-    assert counts.shape == (5,)
-    assert counts.min() > 1800 and counts.max() < 2200
-
-
 def test_any_bytes_are_text(tmp_path, monkeypatch) -> None:
     content = bytes(range(256)) * 3 + b"\xff\xfe\x00"
     path = tmp_path / "noise.bin"

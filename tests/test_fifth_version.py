@@ -23,6 +23,7 @@ ENTRY = """
     )
 }
 
+# fmt: off
 PEERS"""
 # In one process, since each imports PyTorch; the comparison starts one for each version.
 PROGRAM = """
@@ -83,7 +84,7 @@ def test_a_fifth_version_needs_no_other_change(type_command, tmp_path) -> None:
     commands = re.findall(r"`((?:mkdir|mv) [^`]+)`", recipe)
     done = type_command("bash", "-c", " && ".join(commands), folder=code)
     assert (len(commands), done.returncode) == (2, 0), done.stderr
-    replace(code / "workshop/versions.py", "\n    )\n}\n\nPEERS", ENTRY)
+    replace(code / "workshop/versions.py", "\n    )\n}\n\n# fmt: off\nPEERS", ENTRY)
     readme = code / "version5_copy" / "README.md"
     between = r"(<!-- \w+: begin, written by make docs -->\n).*?(?=<!-- \w+: end -->)"
     readme.write_text(re.sub(between, r"\1", readme.read_text(), flags=re.DOTALL))

@@ -65,24 +65,3 @@ def test_a_data_sheet_makes_sense(chip) -> None:
     assert peaks.source and "{" not in peaks.source
     if chip.startswith(("MI", "RX")):  # xf32 came with MI300 and went with MI350
         assert ("tf32" in peaks.tflops) == chip.startswith(("MI300", "MI325"))
-
-
-@pytest.mark.parametrize(
-    ("chip", "figures"),
-    [
-        ("H200 SXM", [66.9, 494.7, 989.4, 1979.0, 4800.0]),
-        ("A100 80GB", [19.5, 156.0, 312.0, None, 2039.0]),
-        ("L4", [30.3, 60.0, 121.0, 242.5, 300.0]),
-        ("MI300X", [163.4, 653.7, 1307.4, 2614.9, 5300.0]),
-        ("MI325X", [163.4, 653.7, 1307.4, 2614.9, 6000.0]),
-        ("MI355X", [157.3, None, 2516.6, 5033.2, 8000.0]),
-        ("B200", [75.0, 1125.0, 2250.0, 4500.0, 8000.0]),
-        ("RTX 4090", [82.6, 82.6, 165.2, 330.3, 1008.0]),
-    ],
-)
-def test_the_figures_are_the_data_sheets(chip, figures) -> None:
-    """Dense ones: a sparse figure in their place would double every ceiling."""
-    peaks = chips.find_peaks(chip)
-    assert peaks is not None
-    rates = [peaks.tflops.get(name) for name in ("fp32", "tf32", "bf16", "fp8")]
-    assert [*rates, peaks.bandwidth_gbs] == figures

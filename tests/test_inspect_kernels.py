@@ -61,19 +61,6 @@ del cuda.gdc_wait, cuda.gdc_launch_dependents
 """
 
 
-COMMANDS = {
-    "amd": ("--target", *AMD, "--config", "small", "very_large"),
-    "nvidia": ("--target", "sm_90", "--kernel", "attention_forward", "--config", "small"),
-    "hopper": ("--target", "sm_90", "--kernel", "hopper", "--config", "very_large"),
-    "staged": (
-        *("--target", "sm_80", "sm_89", "sm_90", "--kernel", "rms_norm_backward"),
-        *("--config", "very_large"),
-    ),
-    "planted": ("--target", "gfx942", "--kernel", "planted", "--config", "tiny"),
-    "nothing": ("--target", "gfx942", "--kernel", "no_such", "--config", "tiny"),
-}
-
-
 class Inspection(NamedTuple):
     """A command that has ended, the kernels in its result file, and its folder of assembly."""
 
@@ -83,23 +70,15 @@ class Inspection(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def inspect(type_command, tmp_path_factory) -> Callable[[str], Inspection]:
-    """Runs one of COMMANDS, once."""
+def inspect(type_command, tmp_path_factory) -> Callable[..., Inspection]:
+    """Runs the command with these words, once, in this checkout or a copy."""
 
     @functools.cache
-    def run(name: str) -> Inspection:
-        root, results = ROOT, tmp_path_factory.mktemp(name)
-        if name == "planted":
-            root = results / "code"
-            for folder in ("workshop", "version3_triton"):
-                ignore = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(ROOT / folder, root / folder, ignore=ignore)
-            with (root / "version3_triton" / "triton_kernels.py").open("a") as operators:
-                operators.write(PLANTED)
+    def run(words: str, root: Path = ROOT) -> Inspection:
+        results = tmp_path_factory.mktemp("inspect")
         path = results / "kernels.json"
         finished = type_command(
-            *("python", *TOOL, *COMMANDS[name], "--json", path, "--asm", results / "asm"),
-            *(() if name == "amd" else ("--precision", "bf16")),
+            *("python", *TOOL, *words.split(), "--json", path, "--asm", results / "asm"),
             folder=root,
             # A user's own settings and cache: they are for the GPU that is compiled.
             PYTHONPATH=str(root),
@@ -117,7 +96,7 @@ def inspect(type_command, tmp_path_factory) -> Callable[[str], Inspection]:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", AMD)
 def test_every_kernel_compiles_fits_and_spills_nothing_into_memory(inspect, target) -> None:
-    finished, kernels, asm = inspect("amd")
+    finished, kernels, asm = inspect(f"--target {' '.join(AMD)} --config small very_large")
     assert (finished.returncode, finished.stderr) == (0, ""), finished.stdout
     compiled = [kernel for kernel in kernels if kernel["target"] == target]
     assert {kernel["kernel"] for kernel in compiled} == LAUNCHED
@@ -150,7 +129,8 @@ def test_every_kernel_compiles_fits_and_spills_nothing_into_memory(inspect, targ
 @needs_triton
 @pytest.mark.slow
 def test_nvidia(inspect) -> None:
-    finished, (kernel,), asm = inspect("nvidia")
+    words = "--target sm_90 --kernel attention_forward --config small --precision bf16"
+    finished, (kernel,), asm = inspect(words)
     assert finished.returncode == 0, finished.stdout
     assert (kernel["target"], kernel["kernel"]) == ("sm_90", "attention_forward")
     assert 32 < kernel["registers"]["registers"] <= 255 and kernel["spills"] == {"bytes": 0}
@@ -166,7 +146,8 @@ def test_nvidia(inspect) -> None:
 @pytest.mark.slow
 def test_attention_for_hopper(inspect) -> None:
     pytest.importorskip("triton", minversion="3.6")
-    finished, kernels, _ = inspect("hopper")
+    words = "--target sm_90 --kernel hopper --config very_large --precision bf16"
+    finished, kernels, _ = inspect(words)
     assert finished.returncode == 0, finished.stdout
     products = {k["kernel"]: k["matrix_instructions"] for k in kernels}
     assert {name for name, found in products.items() if any("wgmma" in i for i in found)} == {
@@ -178,7 +159,8 @@ def test_attention_for_hopper(inspect) -> None:
 @needs_triton
 @pytest.mark.slow
 def test_staged_loads_fit_the_shared_memory_of_each_gpu(inspect) -> None:
-    finished, kernels, _ = inspect("staged")
+    words = "--target sm_80 sm_89 sm_90 --kernel rms_norm_backward --config very_large"
+    finished, kernels, _ = inspect(f"{words} --precision bf16")
     assert finished.returncode == 0, finished.stdout
     stages = {k["target"]: k["num_stages"] for k in kernels if k["constants"]["ADD"]}
     assert stages == {"sm_80": 1, "sm_89": 1, "sm_90": 3}
@@ -186,8 +168,14 @@ def test_staged_loads_fit_the_shared_memory_of_each_gpu(inspect) -> None:
 
 @pytest.mark.slow
 @needs_triton
-def test_kernel_that_spills(inspect) -> None:
-    finished, (failing, spilling), _ = inspect("planted")
+def test_kernel_that_spills(inspect, tmp_path) -> None:
+    for folder in ("workshop", "version3_triton"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignore)
+    with (tmp_path / "version3_triton" / "triton_kernels.py").open("a") as operators:
+        operators.write(PLANTED)
+    words = "--target gfx942 --kernel planted --config tiny --precision bf16"
+    finished, (failing, spilling), _ = inspect(words, tmp_path)
     assert finished.returncode == 1, finished.stdout
     assert (spilling["kernel"], failing["kernel"]) == ("planted", "apply_rope")
     assert spilling["spills"]["VGPR"] > 0 and spilling["spills"]["bytes"] > 0

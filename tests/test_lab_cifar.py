@@ -1,11 +1,9 @@
-"""The CIFAR-10 lab's training: its images, its step, its checkpoints, the proof, the program."""
+"""The CIFAR-10 lab's training: its images, its step, its checkpoints, the gate, the program."""
 
 import copy
 import dataclasses
 import os
 import pickle
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +22,9 @@ from labs.cifar10_roofline import (
     data,
     documents,
     measure_table,
-    networks,
-    request,
+    step,
 )
-from labs.cifar10_roofline.batches import Batches, Plan, crop
+from labs.cifar10_roofline.data import Batches, Plan, crop
 from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
 from labs.cifar10_roofline.train import main
 from workshop import labs, records
@@ -115,7 +112,7 @@ def train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
     """Runs the program on a small network and 50 images; its status and all that it printed."""
-    monkeypatch.setattr(networks, "build", lambda name: Small())
+    monkeypatch.setattr(step, "build", lambda name: Small())
     monkeypatch.setattr("workshop.run.hardware.measure_matmul_tflops", lambda *_: 1.0)
     write_cifar(tmp_path / "data")
 
@@ -134,7 +131,7 @@ def train(
 
 
 def test_the_networks_are_those_for_small_images() -> None:
-    model = networks.build("resnet18")
+    model = step.build("resnet18")
     assert sum(weight.numel() for weight in model.parameters()) == 11_173_962
     macs = shared.flops_per_image(model, 32, training=False) / 2
     assert macs == pytest.approx(0.5555e9, rel=0.01)
@@ -147,25 +144,14 @@ def test_the_networks_are_those_for_small_images() -> None:
 # --- images --------------------------------------------------------------------------------------
 
 
-def test_cifars_files_are_read(tmp_path: Path) -> None:
-    found = data.cifar10(write_cifar(tmp_path))
-    assert found.train.images.shape == (50, 3, 32, 32) and found.test.images.dtype == torch.uint8
-    expected = batch_file(1)
-    assert found.train.labels[10:20].tolist() == expected["labels"]
-    assert np.array_equal(found.train.images[10].numpy().ravel(), expected["data"][0])
-
-
 def test_digits_have_cifars_layout_and_a_fixed_split() -> None:
     found, again = data.digits(), data.digits()
     assert found.train.images.shape == (1437, 3, 32, 32) and len(found.test.labels) == 360
     assert found.train.images.dtype == torch.uint8 and not found.flips
     assert torch.equal(found.test.images, again.test.images)
-    assert found.test.labels[:8].tolist() == DIGITS
+    assert found.test.labels[:8].tolist() == [3, 2, 4, 3, 2, 1, 1, 0]
     assert found.test.labels.bincount().min() >= 20
     assert found.train.images.max() == 255
-
-
-DIGITS = [3, 2, 4, 3, 2, 1, 1, 0]
 
 
 @pytest.mark.parametrize("problem", [URLError("no network"), None])
@@ -263,15 +249,22 @@ def test_a_state_of_another_memory_format_can_be_trained_on() -> None:
 
 Patch = pytest.MonkeyPatch
 true_step, true_loss, true_evaluate = Training.step, Training.loss, Training.evaluate
-true_draw, true_batch, true_at = Plan.draw, Plan.batch, Schedule.at
+true_batch, true_at = Plan.batch, Schedule.at
 
 
-def stepping(wrong: Callable[..., Tensor]) -> Callable[[Patch], None]:
-    """A fault that takes the place of a step."""
-    return lambda patch: patch.setattr(Training, "step", wrong)
+Fault = Callable[[Patch], object]
 
 
-def updating(wrong: Callable[[Training], None]) -> Callable[[Patch], None]:
+def replacing(owner: type, name: str, wrong: Any) -> Fault:
+    return lambda patch: patch.setattr(owner, name, wrong)
+
+
+def stepping(wrong: Callable[..., tuple[Tensor, Tensor]]) -> Fault:
+    """Each step trains something else than the images and labels that it is given."""
+    return replacing(Training, "step", lambda self, x, y: true_step(self, *wrong(self, x, y)))
+
+
+def updating(wrong: Callable[[Any], object]) -> Fault:
     """A fault of a training that has just been made."""
     true_init = Training.__init__
 
@@ -279,11 +272,18 @@ def updating(wrong: Callable[[Training], None]) -> Callable[[Patch], None]:
         true_init(self, *parts)
         wrong(self)
 
-    return lambda patch: patch.setattr(Training, "__init__", init)
+    return replacing(Training, "__init__", init)
 
 
-def half_the_batch(self: Training, images: Tensor, labels: Tensor) -> Tensor:
-    return true_step(self, images[: len(images) // 2], labels[: len(labels) // 2])
+def first_pixels_again(self: Any, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    self.pixels = getattr(self, "pixels", images)
+    return self.pixels, labels
+
+
+def forgotten_momentum(self: Training, *batch: Tensor) -> Any:
+    for own in self.optimizer.state.values():
+        own["momentum_buffer"].zero_()
+    return batch
 
 
 def every_second_update(self: Training, images: Tensor, labels: Tensor) -> Tensor:
@@ -293,48 +293,23 @@ def every_second_update(self: Training, images: Tensor, labels: Tensor) -> Tenso
     return true_step(self, images, labels)
 
 
-def nothing_after_step_3(self: Training, images: Tensor, labels: Tensor) -> Tensor:
+def nothing_after_step_3(self: Any, images: Tensor, labels: Tensor) -> Tensor:
     if self.done < 3:
-        self.last = true_step(self, images, labels)  # type: ignore[attr-defined]
-        return self.last  # type: ignore[attr-defined]
+        self.last = true_step(self, images, labels)
+        return self.last  # type: ignore[no-any-return]
     self.done += 1
-    return self.last * 0.9**self.done  # type: ignore[attr-defined]
+    return self.last * 0.9**self.done  # type: ignore[no-any-return]
 
 
-def first_pixels_again(self: Training, images: Tensor, labels: Tensor) -> Tensor:
-    if not hasattr(self, "pixels"):
-        self.pixels = images  # type: ignore[attr-defined]
-    return true_step(self, self.pixels, labels)  # type: ignore[attr-defined]
-
-
-def labels_rolled(self: Training, images: Tensor, labels: Tensor) -> Tensor:
-    return true_step(self, images, labels.roll(1))
-
-
-def one_image_twice(self: Training, images: Tensor, labels: Tensor) -> Tensor:
-    order = torch.tensor([*range(len(labels) - 1), 0])
-    return true_step(self, images[order], labels[order])
-
-
-def forgotten_momentum(self: Training, images: Tensor, labels: Tensor) -> Tensor:
-    for own in self.optimizer.state.values():
-        own["momentum_buffer"].zero_()
-    return true_step(self, images, labels)
-
-
-def other_settings(**wrong: Any) -> Callable[[Patch], None]:
+def other_settings(**wrong: Any) -> Fault:
     return updating(lambda training: training.optimizer.param_groups[0].update(wrong))
 
 
-def normalised_with(**wrong: Any) -> Callable[[Patch], None]:
+def normalised_with(**wrong: Any) -> Fault:
     true_cifar10 = data.cifar10
     return lambda patch: patch.setattr(
         data, "cifar10", lambda folder: dataclasses.replace(true_cifar10(folder), **wrong)
     )
-
-
-def drawn_otherwise(batch: Callable[..., Any]) -> Callable[[Patch], None]:
-    return lambda patch: patch.setattr(Plan, "batch", batch)
 
 
 def not_cropped(plan: Plan, part: data.Part, index: int, size: int) -> tuple[Tensor, Tensor]:
@@ -347,96 +322,50 @@ def not_mirrored(plan: Plan, part: data.Part, index: int, size: int) -> tuple[Te
     return true_batch(plain, part, index, size)
 
 
-def epochs_alike(patch: Patch) -> None:
+def drawn_with(wrong: Callable[[int, int], tuple[int, int]]) -> Fault:
+    """An epoch's batches come from another seed and epoch."""
     true_epoch = Batches.epoch
-    patch.setattr(Batches, "epoch", lambda self, seed, epoch: true_epoch(self, seed, 0))
-
-
-def batches_known_before_go(patch: Patch) -> None:
-    true_epoch = Batches.epoch
-    patch.setattr(Batches, "epoch", lambda self, seed, epoch: true_epoch(self, 7, epoch))
-
-
-def rate_5_percent_high(patch: Patch) -> None:
-    patch.setattr(Schedule, "at", lambda self, step: 1.05 * true_at(self, step))
-
-
-def rate_that_never_falls(patch: Patch) -> None:
-    patch.setattr(Schedule, "at", lambda self, step: self.highest)
+    return replacing(Batches, "epoch", lambda self, *drawn: true_epoch(self, *wrong(*drawn)))
 
 
 def no_smoothing(self: Training, images: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(self.logits(images).float(), labels)
 
 
-def severed(training: Training) -> None:
-    training.model.severed = True  # type: ignore[assignment]
+def evaluating(wrong: Callable[[Training, Tensor], Tensor]) -> Fault:
+    return replacing(Training, "evaluate", torch.no_grad()(wrong))
 
 
-def one_weight_severed(training: Training) -> None:
-    training.model.bn1.bias.register_hook(torch.zeros_like)  # type: ignore[union-attr, operator]
-
-
-def stale_gradients(training: Training) -> None:
-    training.optimizer.zero_grad = lambda **_: None  # type: ignore[method-assign]
-
-
-def statistics_at_rest(training: Training) -> None:
-    training.model.bn1.momentum = 0.0  # type: ignore[union-attr]
-
-
-def block_left_out(training: Training) -> None:
-    training.model.layer1 = nn.Identity()
-
-
-def uphill(training: Training) -> None:
-    for weight in training.model.parameters():
-        weight.register_hook(torch.neg)
-
-
-@torch.no_grad()
-def evaluated_in_training_mode(self: Training, images: Tensor) -> Tensor:
-    return self.logits(images)
-
-
-def evaluated_on_first_image(self: Training, images: Tensor) -> Tensor:
-    return true_evaluate(self, images[:1]).expand(len(images), -1)
-
-
-def logits_of_nine_classes(self: Training, images: Tensor) -> Tensor:
-    return true_evaluate(self, images)[:, :9]
-
-
-FAULTS: dict[str, Callable[[Patch], None]] = {
-    **{fault.__name__: stepping(fault) for fault in (
-        half_the_batch, every_second_update, nothing_after_step_3, first_pixels_again,
-        labels_rolled, one_image_twice, forgotten_momentum,
-    )},
-    **{fault.__name__: updating(fault) for fault in (
-        severed, one_weight_severed, stale_gradients, statistics_at_rest, block_left_out, uphill,
-    )},
+FAULTS: dict[str, Fault] = {
+    "half the batch": stepping(lambda _, x, y: (x[: len(x) // 2], y[: len(y) // 2])),
+    "labels rolled": stepping(lambda _, x, y: (x, y.roll(1))),
+    "first pixels again": stepping(first_pixels_again),
+    "forgotten momentum": stepping(forgotten_momentum),
+    "every second update": replacing(Training, "step", every_second_update),
+    "nothing after step 3": replacing(Training, "step", nothing_after_step_3),
+    "severed": updating(lambda t: setattr(t.model, "severed", True)),
+    "one weight severed": updating(lambda t: t.model.bn1.bias.register_hook(torch.zeros_like)),
+    "stale gradients": updating(lambda t: setattr(t.optimizer, "zero_grad", lambda **_: None)),
+    "statistics at rest": updating(lambda t: setattr(t.model.bn1, "momentum", 0.0)),
+    "block left out": updating(lambda t: setattr(t.model, "layer1", nn.Identity())),
     "no momentum": other_settings(momentum=0.0, nesterov=False),
     "no Nesterov": other_settings(nesterov=False),
     "no weight decay": other_settings(weight_decay=0.0),
     "wrong mean": normalised_with(mean=(0.485, 0.456, 0.406)),
     "wrong deviation": normalised_with(std=(0.229, 0.224, 0.225)),
-    "not cropped": drawn_otherwise(not_cropped),
-    "not mirrored": drawn_otherwise(not_mirrored),
-    "epochs alike": epochs_alike,
-    "batches known before go": batches_known_before_go,
-    "rate 5% high": rate_5_percent_high,
-    "rate never falls": rate_that_never_falls,
-    "no label smoothing": lambda patch: patch.setattr(Training, "loss", no_smoothing),
-    "tested in training mode": lambda patch: patch.setattr(
-        Training, "evaluate", evaluated_in_training_mode
+    "not cropped": replacing(Plan, "batch", not_cropped),
+    "not mirrored": replacing(Plan, "batch", not_mirrored),
+    "epochs alike": drawn_with(lambda seed, epoch: (seed, 0)),
+    "batches known before go": drawn_with(lambda seed, epoch: (7, epoch)),
+    "rate 5% high": replacing(Schedule, "at", lambda self, step: 1.05 * true_at(self, step)),
+    "rate never falls": replacing(Schedule, "at", lambda self, step: self.highest),
+    "no label smoothing": replacing(Training, "loss", no_smoothing),
+    "tested in training mode": evaluating(lambda self, images: self.logits(images)),
+    "tested on nine classes": evaluating(lambda self, images: true_evaluate(self, images)[:, :9]),
+    "tested on one image": evaluating(
+        lambda self, images: true_evaluate(self, images[:1]).expand(len(images), -1)
     ),
-    "tested on nine classes": lambda patch: patch.setattr(
-        Training, "evaluate", logits_of_nine_classes
-    ),
-    "tested on one image": lambda patch: patch.setattr(
-        Training, "evaluate", evaluated_on_first_image
-    ),
-}  # fmt: skip
+}
 UNSEEN_IN_BF16 = ("no weight decay",)
 """Smaller than what a plain step in bf16 loses."""
 
@@ -489,49 +418,6 @@ def test_a_resumed_training_is_the_uninterrupted_one(
         line["loss"]
         for line in ends[1]["history"]  # type: ignore[union-attr]
     ]
-
-
-KILLED = """
-import os, signal, sys, torch
-sys.path.insert(0, sys.argv[1])
-from test_lab_cifar import Small
-from labs import shared
-from labs.cifar10_roofline import networks, train
-shared.import_torchvision()
-from torchvision.datasets import cifar
-cifar.check_integrity = lambda path, md5: True
-networks.build = lambda name: Small()
-true_save, saves = torch.save, []
-def save(content, path):
-    true_save(content, path)
-    saves.append(path)
-    if str(path).endswith(".pt") and len(saves) == int(sys.argv[2]):
-        os.truncate(path, os.path.getsize(path) // 2)
-        os.kill(os.getpid(), signal.SIGKILL)
-torch.save = save
-train.main(sys.argv[3:])
-"""
-
-
-@pytest.mark.slow
-def test_a_training_killed_while_it_saves_goes_on(
-    train: Callable[..., tuple[int, str]], tmp_path: Path
-) -> None:
-    assert train("--save-every", "1")[0] == 0
-    flags = ["--device", "cpu", "--batch-size", "8", "--lr", "0.05", "--epochs", "4"]
-    folders = ["--data", tmp_path / "data", "--out-dir", tmp_path / "killed"]
-    command = [sys.executable, "-c", KILLED, ROOT / "tests", "4", *flags, *folders]
-    killed = subprocess.run(
-        [*map(str, command), "--output-dir", str(tmp_path), "--save-every", "1"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        capture_output=True,
-        text=True,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    newest = max((tmp_path / "killed").glob("resnet18*.pt"), key=lambda p: p.stat().st_mtime_ns)
-    status, printed = train("--resume", newest, out="killed")
-    assert status == 0, printed
-    assert same(weights(tmp_path / "out"), weights(tmp_path / "killed"))
 
 
 class Malicious:
@@ -717,17 +603,3 @@ def test_the_table_is_of_trainings_in_turns(
     (text,) = documents.parts(runs)[documents.README].values()
     assert "| fp32, 2 workers |" in text and text.count("| pass |") == 2
     assert f"`python {Path(sys.argv[0]).name}" in text  # the command of the study
-
-
-def test_the_fast_path_on_a_gpu_can_be_asked_for() -> None:
-    parse_flags = request.build_parser().parse_args
-    for flags in measure_table.variants(torch.device("cuda")):
-        parse_flags([*flags])
-    (text,) = documents.parts([])[documents.README].values()
-    assert text == f"Not measured yet: `{documents.COMMAND}`."
-
-
-def test_an_epoch_of_more_images_draws_each_before_any_again() -> None:
-    order = Plan.draw(50, 120, 3, 0, True).order.tolist()
-    assert len(order) == 120
-    assert sorted(order[:50]) == sorted(order[50:100]) == list(range(50))

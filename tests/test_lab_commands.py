@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_lab_inference import SMALL as small_network
 
-from labs.inference_benchmark import networks, studies
+from labs.inference_benchmark import measure, networks, studies
 from labs.inference_benchmark.micro_benchmarking_pytorch import main
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop.versions import ROOT
@@ -128,10 +128,10 @@ def test_what_a_batch_needs_counts_activations_in_every_precision() -> None:
     model = networks.build(network, 42, device)
     need = {}
     for precision in ("fp32", "bf16"):
-        needed = studies._Need()
-        few, many = (
-            needed(model, Variant(precision), Setting(network, device, batch, 42), False)
-            for batch in (1000, 2000)
-        )
-        need[precision] = (many - few) / 1000
+
+        def make(batch: int, precision: str = precision) -> measure.Work:
+            setting = Setting(network, device, batch, 42)
+            return studies.make_work(model, Variant(precision), setting, False)
+
+        _, need[precision] = studies.cpu_need(make, model, network.edge)
     assert need["fp32"] > 5e6 and 0.4 < need["bf16"] / need["fp32"] < 0.9

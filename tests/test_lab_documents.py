@@ -4,6 +4,7 @@ not been measured."""
 import dataclasses
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,12 @@ def cells(text: str, first: str) -> list[str]:
     return [cell.strip() for cell in line.strip("| ").split(" | ")]
 
 
+def documents_of(runs: list[LabRun]) -> dict[Path, dict[str, str]]:
+    found = documents.parts(runs)
+    found[CHECKLIST]["techniques"] = documents.techniques(runs, TABLE)
+    return found
+
+
 def flags(command: str) -> list[str]:
     """The flags of a document's command, without the program."""
     full = re.sub(r"^B ", f"{documents.ON} resnet50 --batch-size {documents.USUAL} ", command)
@@ -57,7 +64,7 @@ def test_a_documents_command_writes_the_runs_that_it_shows(subject: str, command
 
 
 def test_what_is_not_measured_has_a_line_with_its_command() -> None:
-    found = documents.parts([], TABLE)
+    found = documents_of([])
     texts = [text for its in found.values() for text in its.values()]
     commands = re.findall(r"Not measured yet: `(.*)`\.$", "\n".join(texts), re.M)
     measured = {command for _, command in [*STUDIES, documents.NETWORKS]}
@@ -73,14 +80,14 @@ def test_the_ladder_says_what_each_rung_gains() -> None:
         *session(subject, times),
         lab_run("fp16, wrong", 1.0, subject=subject, status="gate failed", gate=red, created="3"),
     ]
-    found = documents.parts(runs, TABLE)
+    found = documents_of(runs)
     text = found[README]["ladder"]
     assert f"NVIDIA H200, PyTorch 2.13.0, commit 0123456: `{command}`" in text
     assert text.count("Not measured yet") == 2
     # An older session, and another lab's runs of the same name, do not count.
     old = session(subject, {"fp32": 5.0}, session="2025")
     other = session(subject, {"fp32": 5.0}, lab="another_lab", session="2027")
-    assert documents.parts([*old, *other, *runs], TABLE) == found
+    assert documents_of([*old, *other, *runs]) == found
     first = cells(text, "fp32")
     assert first[1:] == ["3,184", "10.050", "11.110", "-", "pass"]
     assert cells(text, "fp16")[4].startswith("2.00x [1.9")
@@ -95,7 +102,7 @@ def test_the_ladder_says_what_each_rung_gains() -> None:
 def test_a_comparison_is_quoted_in_the_table_of_techniques() -> None:
     times = {"fp32": 10.0, "tf32": 8.0, "bf16": 4.0, "fp16": 5.0}
     runs = session(documents.PRECISION[0], times)
-    found = documents.parts(runs, TABLE)[CHECKLIST]
+    found = documents_of(runs)[CHECKLIST]
     half = cells(found["techniques"], "bf16 or fp16")[4]
     assert re.match(r"bf16 2\.50x \[.*\]; fp16 2\.00x \[.*\], NVIDIA H200; `B --compare", half)
     assert cells(found["wins"], "tf32")[4].startswith("1.25x [")
@@ -112,7 +119,7 @@ def test_ours_is_compared_with_the_fastest_peer() -> None:
     for run in session(documents.PEERS[256][0], times):
         peer = run.variant.split(",")[0]
         runs.append(dataclasses.replace(run, options={"peer": peer if peer != "fp16" else ""}))
-    text = documents.parts(runs, TABLE)[README]["peers"]
+    text = documents_of(runs)[README]["peers"]
     assert re.search(
         r"^`fp16, graph` over the fastest peer, `timm, .*`: 2\.00x \[.*\]\.$", text, re.M
     )
@@ -129,7 +136,7 @@ def test_all_networks_are_one_table_of_pairs() -> None:
             options |= {"compile": "{}"} if "compile" in variant else {}
             runs.append(lab_run(variant, ms, subject=subject, baseline="", options=options))
     runs.append(lab_run(subject="vgg11, batch 32, 224 x 224, inference, all networks"))
-    text = documents.parts(runs, TABLE)[README]["networks"]
+    text = documents_of(runs)[README]["networks"]
     assert cells(text, "vgg16")[1:4] == ["3,200", "12,800", "4.00x"]
     assert cells(text, "alexnet")[1:4] == ["3,200", "6,400", "2.00x"]
     assert "vgg11" not in text and "Not measured" not in text
@@ -144,7 +151,7 @@ def test_the_newest_run_of_each_kind_of_the_operator_bench_is_quoted() -> None:
         return [lab_run(variant, 1.0, **names, **rate, **about) for variant in variants]
 
     runs = [*bench("1", 1, 1.0), *bench("2", 1, 4100.0), *bench("3", 2, 4100.0)]
-    text = documents.parts(runs, TABLE)[documents.OPERATORS]["operators"]
+    text = documents_of(runs)[documents.OPERATORS]["operators"]
     assert text.count(" 64-1024 | pass, cached | 4,100 GB/s | 82.0% |") == 3
     assert re.findall("^### (.*)$", text, re.M) == [
         f"TorchTensorOpsBench: {number} operators, fp32, NVIDIA H200" for number in (1, 2)
@@ -153,4 +160,4 @@ def test_the_newest_run_of_each_kind_of_the_operator_bench_is_quoted() -> None:
 
 def test_a_technique_that_the_table_does_not_have_is_named() -> None:
     with pytest.raises(WorkshopError, match=r"CHECKLIST.md: no technique 'graph' in its table"):
-        documents.parts([], TABLE.replace("| graph |", "| graphs |"))
+        documents.techniques([], TABLE.replace("| graph |", "| graphs |"))

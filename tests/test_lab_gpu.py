@@ -1,4 +1,4 @@
-"""The inference benchmark on a GPU: its variants, their proof, its memory."""
+"""The inference benchmark on a GPU: its variants, their gate, its memory."""
 
 import dataclasses
 import gc
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from stored_runs import the_run
-from test_lab_inference import infer, learn
+from test_lab_inference import infer
 
 from labs.inference_benchmark import counts, measure, modes, networks, request, single, studies
 from labs.inference_benchmark.micro_benchmarking_pytorch import main
@@ -40,14 +40,14 @@ def bench(variant: Variant, name: str, training: bool = False) -> measure.Bench:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.label)
-def test_a_variant_is_proven(variant: Variant) -> None:
+def test_a_variant_passes_the_gate(variant: Variant) -> None:
     one = bench(variant, "resnet18")
-    measured = infer(one, 8, 3)
-    assert one.run.gate.status == "pass", one.run.gate.failures
-    assert len(set(measured.losses[-8:])) == 8  # each iteration has images of its own
+    run = infer(one, 8, 3)
+    assert run.gate.status == "pass", run.gate.failures
+    assert len(set(run.losses[-8:])) == 8  # each iteration has images of its own
 
 
-def test_an_exported_network_is_proven(tmp_path: Path, type_command) -> None:
+def test_an_exported_network_passes_the_gate(tmp_path: Path, type_command) -> None:
     """In a process of its own: PyTorch 2.11's loader crashes on the lab's H200, see its README."""
     flags = "--network resnet18 --batch-size 6 --iterations 8 --fp16 1 --channels-last --fold-norms"
     done = type_command(
@@ -69,10 +69,10 @@ def test_a_graph_on_images_that_stay_is_red(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("compiled", (None, {}), ids=("eager", "compiled"))
-def test_training_is_proven(compiled: dict[str, object] | None) -> None:
+def test_training_passes_the_gate(compiled: dict[str, object] | None) -> None:
     variant = Variant("bf16", autocast=True, channels_last=True, compile=compiled)
     one = bench(variant, "densenet121", training=True)
-    learn(one, 4)
+    infer(one, 4, 2)
     assert one.run.gate.status == "pass", one.run.gate.failures
 
 
@@ -93,8 +93,12 @@ def test_memory_that_ran_out_is_given_back() -> None:
     model = networks.build(network, 1, device)
     gc.collect()  # what earlier tests left
     before = torch.cuda.memory_allocated()
-    tried = [studies._runs(model, Variant("fp16"), Setting(network, device, batch, 1), False)
-             for batch in (4, 2**18, 4)]  # fmt: skip
+
+    def make(batch: int) -> measure.Work:
+        setting = Setting(network, device, batch, 1)
+        return studies.make_work(model, Variant("fp16"), setting, False)
+
+    tried = [studies.runs_on_gpu(make, batch) for batch in (4, 2**18, 4)]
     assert tried == [True, False, True]
     assert torch.cuda.memory_allocated() <= before
 

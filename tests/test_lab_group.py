@@ -9,14 +9,12 @@ import pytest
 import torch
 from stored_runs import the_run
 from test_lab_scale_out import free_port
-from torch import nn
 
 from labs.inference_benchmark import group as groups
 from labs.inference_benchmark import micro_benchmarking_pytorch as benchmark
-from labs.inference_benchmark import modes, networks, request, single
+from labs.inference_benchmark import modes, networks, single
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.modes import Setting
-from workshop.errors import WorkshopError
 from workshop.labs import LabRun
 from workshop.run import hardware
 from workshop.versions import ROOT
@@ -41,12 +39,6 @@ def test_no_image_is_lost_and_each_counts_the_same(
     for one in settings:  # DDP divides by the number of processes
         assert one.loss_weight / world_size == pytest.approx(one.batch_size / batch)
     assert len({one.images_seed() for one in settings}) == world_size
-
-
-@pytest.mark.parametrize("url", ("foo://x", "tcp://127.0.0.1"))
-def test_a_url_where_nothing_can_meet_is_one_line(url: str) -> None:
-    with pytest.raises(WorkshopError, match="--dist-url"):
-        groups.join(Group(world_size=2, method=url), CPU, None)
 
 
 class Placed(BaseException):
@@ -82,11 +74,9 @@ BY_HAND = "--distributed_dataparallel --world-size"
     ("flags", "place", "device"),
     [
         ("", "", "cuda:0"),
-        ("--device cuda:3", "", "cuda:3"),
         ("--device_ids 1", "", "cuda:1"),
         ("--device_ids 1 --profile-steps 2", "", "cuda:1"),
         ("--device_ids 1 --compare precision", "", "cuda:1"),
-        ("--device_ids 1 --network all", "", "cuda:1"),
         ("--device_ids 3,2 --dataparallel", "", "cuda:3"),
         ("--dataparallel", "", "cuda:0"),
         (f"{BY_HAND} 2 --rank 1", "", "cuda:1"),
@@ -94,7 +84,6 @@ BY_HAND = "--distributed_dataparallel --world-size"
         (f"{BY_HAND} 8 --rank 6 --device_ids 2", "", "cuda:2"),  # another machine's numbers
         ("", "1 of 2", "cuda:1"),
         ("--device_ids 2,3", "1 of 2", "cuda:3"),
-        ("--device_ids 2,3 --distributed_dataparallel", "1 of 2", "cuda:3"),
         ("--device_ids 3,2,1,0", "5 of 8, 4 a machine", "cuda:2"),
     ],
 )
@@ -116,11 +105,9 @@ def test_a_process_runs_on_the_gpu_that_is_named(
         ("--device_ids 2,2", "0 of 2", "a GPU twice"),
         ("--device_ids 2,3", "", "a GPU for each process, of which there are 1"),
         ("--device_ids 1", "1 of 2", "a GPU for each process, of which there are 2"),
-        (f"{BY_HAND} 3 --rank 2 --device_ids 2,3", "", "of which there are 3"),
         ("--device_ids 1 --device cuda:0", "", "have GPUs of their own"),
         ("--device cuda:1", "1 of 2", "one GPU for 2 processes"),
         ("--dataparallel --device_ids 1", "", "two GPUs or more"),
-        ("--dataparallel --device_ids 0,1", "1 of 2", "is for one process"),
         ("--world-size 2 --rank 1", "", "go with --distributed_dataparallel"),
         ("--world-size 4", "1 of 2", "torchrun has its own"),
     ],
@@ -137,17 +124,6 @@ def test_a_gpu_that_is_named_wrongly_is_one_line(
     assert benchmark.main(["--network", "resnet18", *flags.split()]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
-
-
-def test_replicas_are_on_the_gpus_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(nn, "DataParallel", lambda model, ids: ids)
-    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", lambda model, **given: given)
-    device, model = torch.device("cuda", 2), nn.Linear(1, 1)
-    assert groups.wrapper(Group(1, 1, 2), device)(model) == {"device_ids": [2]}
-    words = ["--network", "resnet18", "--dataparallel", "--device_ids", "2,1"]
-    gpus = groups.find(request.build_parser().parse_args(words)).gpus
-    assert Setting(NETWORK, device, 5, 1, gpus=gpus).spread(model) == [2, 1]
 
 
 def test_the_processes_of_a_study_are_on_the_gpu_that_is_named(

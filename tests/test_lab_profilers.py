@@ -179,7 +179,7 @@ def test_a_trace_of_the_benchmark_has_its_record(tmp_path: Path) -> None:
     """--kineto, with the part of the batch that this process has."""
     ours = bench(Variant(), batch=4)
     ours.run.units_per_step, ours.run.flops_per_step = 8, 8 * ours.counts.flops
-    measure.measure_inference(ours, 2, 1, lambda line: None)
+    measure.measure(ours, 2, 1)
     lines: list[str] = []
     profiling.trace(ours, tmp_path, group.Group(), lines.append)
     path = Path(lines[0].split()[-1])
@@ -192,7 +192,7 @@ def test_a_trace_of_the_benchmark_has_its_record(tmp_path: Path) -> None:
 
 def test_the_tables_have_the_longest_operations_of_all_iterations() -> None:
     ours = bench(Variant(), batch=4)
-    measure.measure_inference(ours, 2, 1, lambda line: None)
+    measure.measure(ours, 2, 1)
     lines: list[str] = []
     profiling.tables(ours, lines.append)
     start = lines.index("Top 10 operations by total CPU time of their own (Self CPU):")
@@ -332,7 +332,7 @@ def test_a_module_has_the_operations_and_bytes_of_all_its_calls() -> None:
     one.model = torch.nn.Sequential(Twice())
     one.counts = counts.count(one.model, torch.ones(1, 3, 2, 2))
     latencies = dict.fromkeys(("", "0", "0.conv"), 1.0)
-    *_, block, conv = profiling._report(one, 1, group.Group(), latencies, False)
+    *_, block, conv = profiling._report(one, 1, group.Group(), latencies)
     flop, moved, weights = 2 * 2 * 72, 2 * (24 + 24 + 36), 2 * 12
     assert "MACs, 100.0%, " in block and block.endswith(f", {flop / 4 / (moved + weights):.1f}")
     assert "MACs, 100.0%, " in conv and conv.endswith(f", {flop / 4 / (96 + weights):.1f}")

@@ -1,10 +1,8 @@
 """The lab scale_out on the CPU: several processes train one model, and a training goes on."""
 
-import contextlib
 import fcntl
 import functools
 import importlib.util
-import io
 import json
 import os
 import re
@@ -22,9 +20,7 @@ import pytest
 import torch
 from scale_out_processes import FAULTS, LATE_FAULTS, TRUE, ZERO, ZERO_FAULTS
 
-from labs.scale_out import audit, group, loop, proof, request, strategies, train
-from labs.scale_out.peer_accelerate import Accelerate
-from labs.scale_out.strategies import Strategy
+from labs.scale_out import audit, gate, group, loop, request, train
 from workshop import cli, errors, records, versions
 from workshop.errors import WorkshopError
 from workshop.gate import audit as gate_audit
@@ -32,7 +28,6 @@ from workshop.gate import gate_size
 from workshop.judge import turn
 from workshop.labs import LabRun
 from workshop.results import RunResult
-from workshop.run import trainer
 
 TESTS = Path(__file__).resolve().parent
 
@@ -102,7 +97,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     started.server.wait()
 
 
-# --- the proof -----------------------------------------------------------------------------------
+# --- the gate ------------------------------------------------------------------------------------
 
 
 def failures(processes: Processes, size: int, names: list[str]) -> dict[str, list[str]]:
@@ -145,12 +140,6 @@ def test_a_fault_between_processes_is_red(name: str, found: Found) -> None:
     assert found(name)
 
 
-def test_the_harness_takes_the_lab_s_own_step() -> None:
-    for kind in (Strategy, Accelerate):
-        step = trainer.part_of_version(kind.__new__(kind), "train_step")
-        assert step is strategies.train_step
-
-
 @pytest.mark.slow
 def test_four_processes(processes: Processes) -> None:
     wrong, true = [*FAULTS][1:10:3], ["v2 ddp bf16 parts", "v2 fsdp parts"]
@@ -169,18 +158,18 @@ def test_zero(processes: Processes, tmp_path: Path) -> None:
     assert not subprocess.run([*without_launcher, "--output-dir", tmp_path]).returncode
 
 
-def test_the_proof_s_batch_can_be_shared_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gate_s_batch_can_be_shared_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_size, "of_setting", lambda setting: (3, 1024))
     words = "--device cpu --config tiny --batch-size 8 --seq-len 1024".split()
-    asked = audit.setting_of(request.check(request.build_parser().parse_args(words)))
+    asked = audit.setting_of(request.read(words))
     for parts, shape in ((2, (2, 1024)), (3, (3, 1024)), (8, (8, 384))):
-        (setting,) = proof.Gate(asked, parts, whole_batch=False).settings().values()
+        (setting,) = gate.Gate(asked, parts, whole_batch=False).settings().values()
         assert (setting.batch_size, setting.seq_len) == shape
 
 
 def test_v1_trains_a_batch_that_does_not_fit_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "--device cpu --config tiny --num-layers 1 --batch-size 4 --seq-len 16".split()
-    setting = audit.setting_of(request.check(request.build_parser().parse_args(words)))
+    setting = audit.setting_of(request.read(words))
     batches = torch.randint(setting.config.vocab_size, (3, 2, 4, 16))
     whole = audit.train_reference(setting, batches, 3e-4)
     monkeypatch.setattr(gate_size, "of_setting", lambda setting: (3, setting.seq_len))
@@ -208,47 +197,35 @@ def the_run(folder: Path) -> LabRun:
     return max(runs, key=lambda run: run.created)
 
 
-STEP_LINE = re.compile(r"^step +(\d+/\d+)  loss (?:of rank 0)? *([\d.]+)", re.M)
-LOSS_LINE = re.compile(r"^  loss +([\d.]+ in step 1, [\d.]+ in step \d+)", re.M)
-
-
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], str]:
-    """The losses of one process, which is the version's own program, and what it printed."""
-    folder, said = tmp_path_factory.mktemp("alone"), io.StringIO()
+def curve(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process, which is the version's own program."""
+    folder = tmp_path_factory.mktemp("alone")
     words = [*RUN, *of_steps(STEPS), "--output-dir", str(folder)]
-    with contextlib.redirect_stdout(said):
-        assert cli.main(versions.load("v2"), words) == 0
+    assert cli.main(versions.load("v2"), words) == 0
     (run,) = records.load_folder(folder, RunResult)
-    return [loss for loss in run.losses if loss is not None], said.getvalue()
-
-
-@pytest.fixture
-def curve(alone: tuple[list[float], str]) -> list[float]:
-    return alone[0]
+    return [loss for loss in run.losses if loss is not None]
 
 
 def test_one_process_trains_as_the_version_does(
-    alone: tuple[list[float], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    curve: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main([*RUN, *of_steps(STEPS), "--output-dir", str(tmp_path)]) == 0
-    run, (curve, said) = the_run(tmp_path), alone
+    saved = ["--save-every", "3", "--checkpoints", str(tmp_path / "saved")]
+    assert train.main([*RUN, *of_steps(STEPS), *saved, "--output-dir", str(tmp_path)]) == 0
+    names = sorted(path.name for path in tmp_path.glob("saved/step_*"))
+    assert names == ["step_00000006", "step_00000008"]
+    run, said = the_run(tmp_path), capsys.readouterr().out
     assert run.losses == curve and len(curve) == STEPS
     assert (run.units_per_step, run.metrics["processes"], len(run.step_ms)) == (64, 1, STEPS - 2)
-    # Both programs number the steps in the same way, and print the same loss beside a number.
-    for text in (said, capsys.readouterr().out):
-        shown = {f"{step}/{STEPS}": f"{loss:.4f}" for step, loss in enumerate(curve, 1)}
-        lines = dict(STEP_LINE.findall(text))
-        assert lines == {step: shown[step] for step in [*shown][2:]}
-        ends = f"{curve[0]:.4f} in step 1, {curve[-1]:.4f} in step {STEPS}"
-        assert LOSS_LINE.findall(text) == [ends]
+    shown = re.findall(r"^step +(\d+)/8  loss of rank 0 *([\d.]+)", said, re.M)
+    assert shown == [(str(step), f"{curve[step - 1]:.4f}") for step in range(3, STEPS + 1)]
 
 
-def test_groups_that_prepare_beside_each_other_do_it_one_after_the_other(
+def test_a_study_s_groups_pass_their_gates_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each finds the memory free that an earlier one's proof has filled, and leaves what it needs
-    itself: otherwise its timed steps run out of memory beside another's proof."""
+    """Each finds the memory free that an earlier one's gate has filled, and keeps what its own
+    timed steps need."""
     seen: list[tuple[str, bool]] = []
 
     def noted(module: object, name: str, does: Callable[..., object]) -> None:
@@ -259,7 +236,7 @@ def test_groups_that_prepare_beside_each_other_do_it_one_after_the_other(
 
         monkeypatch.setattr(module, name, call)
 
-    noted(proof, "prove", proof.prove)
+    noted(gate, "passes", gate.passes)
     noted(loop.Training, "get_ready", loop.Training.get_ready)
     noted(group, "of_all", group.of_all)
     noted(turn.Turn, "wait", turn.Turn.wait)
@@ -267,9 +244,8 @@ def test_groups_that_prepare_beside_each_other_do_it_one_after_the_other(
     trace = str(tmp_path / "trace.json.gz")
     words = [*GATED, *of_steps(STEPS)]
     assert train.main([*words, "--output-dir", str(tmp_path), "--candidate", "--trace", trace]) == 0
-    after = seen[[name for name, _ in seen].index("prove") :]
-    # The lock ends when all processes of the group have said that they are ready.
-    locked = {"prove": True, "get_ready": True, "of_all": True, "wait": False}
+    after = seen[[name for name, _ in seen].index("passes") :]
+    locked = {"passes": True, "get_ready": True, "of_all": True, "wait": False}
     assert after[:4] == [*locked.items()]
 
 
@@ -323,18 +299,18 @@ def is_locked(folder: Path) -> bool:
     other = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
     except BlockingIOError:
         return True
     finally:
         os.close(other)
-    return False
 
 
 def test_a_model_of_fewer_layers_is_a_subject_of_its_own(tmp_path: Path) -> None:
     words = [*RUN, *of_steps(3), "--num-layers", "1", "--output-dir", str(tmp_path)]
     assert train.main(words) == 0
     run = the_run(tmp_path)
-    assert run.subject.startswith("tiny with 1 layer, ")
+    assert run.subject.startswith("tiny with num_layers 1, ")
     assert run.options["num_layers"] == 1
 
 
@@ -418,14 +394,12 @@ ONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.
     [
         ([], {"RANK": "0"}, 2, "LOCAL_RANK is not set, but RANK is: start all processes with tor"),
         ([], ONE, 2, "MASTER_PORT is not set, but RANK is"),
-        ([], {**ONE, "MASTER_PORT": "1", "WORLD_SIZE": "two"}, 2, "WORLD_SIZE is 'two'"),
-        ([], {**ONE, "MASTER_PORT": "1", "RANK": "2"}, 2, "RANK 2: it must be below WORLD_SIZE, 2"),
         (["--batch-size", "6", "--accumulate", "2"], {**ONE, "MASTER_PORT": "1"}, 2,
          "--batch-size 6: not a multiple of 4 (processes: 2, --accumulate: 2); use 4"),
         (["--cuda-graph"], {**ONE, "MASTER_PORT": "1"}, 2, "--cuda-graph needs a GPU"),
         (["--strategy", "fsdp", "--cuda-graph"], {}, 2, "--cuda-graph needs a GPU"),
         (["--strategy", "fsdp", "--compile", "max-autotune"], {}, 2,
-         "--compile max-autotune captures graphs of its own, and --strategy fsdp in 1 process can"),
+         "--compile max-autotune captures graphs of its own, which only one process of ddp can"),
         (["--reduce-dtype", "bf16"], {}, 2, "at fp32 the gate would fail; use --precision bf16"),
         (["--precision", "fp16"], {}, 2, "precision fp16"),
         (["--resume"], {}, 2, "--resume: there is no complete checkpoint in --checkpoints"),
@@ -473,34 +447,28 @@ def test_checkpoints_that_do_not_fit(processes: Processes, tmp_path: Path) -> No
     saved = tmp_path / "saved"
     words = [*RUN, *of_steps(3), "--output-dir", tmp_path / "out", "--checkpoints", saved]
     assert processes.run(1, *words, "--save-every", 3).statuses == [0]
-    shard, record = (saved / "step_00000003" / name for name in ("__0_0.distcp", "training.json"))
-    content = shard.read_bytes(), record.read_text()
+
+    def refused(*more: object, **environment: str) -> str:
+        ended = processes.run(1, *words, *more, environment=environment)
+        assert ended.statuses == [2], ended.err
+        return one_line(ended.err[0])
+
+    on = ["--resume", *of_steps(4)]
     for more, message in (
-        (["--save-every", 3], "has step_00000003 of another training: go on from it with --resume"),
         (["--resume"], "has 3 steps, and --warmup-steps and --num-steps make 3: nothing is left"),
-        (["--resume", *of_steps(4), "--version", "v1"], "another model: version is v2 there, v1 h"),
-        (["--resume", *of_steps(4), "--config", "small"],
-         "of another model: config is hidden_dim 256 there, 512 here"),
-        (["--resume", *of_steps(4)], "step_00000003 can't be read: "),
-        (["--resume", *of_steps(4)], "training.json"),
-    ):  # fmt: skip
-        if message.startswith("step"):
-            shard.write_bytes(content[0][:1000])
-        elif message.startswith("training"):
-            record.write_text(content[1][:50])
-        ended = processes.run(1, *words, *more)
-        assert ended.statuses == [2], (message, ended.err)
-        assert message in one_line(ended.err[0])
-    shard.write_bytes(content[0])
-    record.write_text(content[1])
-    for more in (of_steps(4), ["--resume"]):
-        for attempt in range(2):  # what was refused stays so when it is started again
-            refused = [*words, *more, "--save-every", 3]
-            assert processes.run(1, *refused, environment=job_of_attempt(attempt)).statuses == [2]
-    ended = processes.run(1, *words, "--resume", *of_steps(4), "--seed", 1)
+        ([*on, "--version", "v1"], "another model: version is v2 there, v1 here"),
+        ([*on, "--config", "small"], "another model: config: hidden_dim is 256 there, 512 here"),
+    ):
+        assert message in refused(*more)
+    for attempt in range(2):  # what was refused stays so when it is started again
+        said = refused(*of_steps(4), "--save-every", 3, **job_of_attempt(attempt))
+        assert "has step_00000003 of another training: go on from it with --resume" in said
+    ended = processes.run(1, *words, *on, "--seed", 1)
     assert ended.statuses == [0]
-    lines = ended.err[0].splitlines()
-    assert len(lines) == 1 and lines[0].startswith("note: seed is 1, in the checkpoint 42")
+    assert one_line(ended.err[0]).startswith("note: seed is 1, in the checkpoint 42")
+    shard = saved / "step_00000003" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:1000])
+    assert "step_00000003 can't be read: " in refused(*on)
 
 
 def test_torchrun_shows_one_line(processes: Processes) -> None:

@@ -127,7 +127,8 @@ def test_a_preempted_job_is_requeued_and_goes_on(tmp_path: Path) -> None:
 
 def test_what_the_job_starts(tmp_path: Path) -> None:
     job = Job(tmp_path, nodes=3, gpus=1, python="recorder")
-    assert job.run("--version", "v4")[0] == 0
+    assert job.run("--version", "v4", FAILS="77")[0] == 77
+    assert not (tmp_path / "scontrol").exists()
     assert job.said("srun_options").split() == ["--kill-on-bad-exit", "--cpus-per-task=2"]
     number = int(job.environment["SLURM_JOB_ID"])
     command = job.said("command")
@@ -158,12 +159,6 @@ def test_a_line_that_is_meant_to_be_uncommented(
     assert job.text != before and job.run()[0] == 0
     assert words in job.said(seen_by)
     assert "train.py" in job.said("command")
-
-
-def test_the_training_s_status_is_the_job_s(tmp_path: Path) -> None:
-    job = Job(tmp_path, nodes=2, gpus=1, python="recorder")
-    assert job.run(FAILS="77")[0] == 77
-    assert not (tmp_path / "scontrol").exists()
 
 
 def test_a_training_goes_on_where_slurm_does_not_requeue(tmp_path: Path) -> None:

@@ -1,18 +1,15 @@
 """Labs: their result files, their rows, and where these are shown."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from stored_runs import lab_run, lab_session, reference, write, write_lab
 
 from workshop import labs, records, tables
 from workshop.collection import Collection
 from workshop.errors import WorkshopError
-from workshop.judge import lab_record
 from workshop.labs import LabRow, LabRun
 from workshop.results import Audit, Parity, RunResult
 from workshop.show import lab_table
@@ -135,9 +132,7 @@ def test_the_table_has_each_number_once_and_all_forms() -> None:
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"step_ms": []}, "step_ms is empty in a complete run"),
-    ({"units_per_step": 0}, "field units_per_step: expected `int` >= 1"),
     ({"gate": {"status": "fail"}}, "field gate: failures is empty, though the check failed"),
-    ({"peak_tflops": -1.0}, "field peak_tflops: expected `float` >= 1e-09"),
     ({"more": 1}, "field more is unknown"),
 ]
 
@@ -182,19 +177,3 @@ def test_a_rate_in_bytes_is_compared_with_the_copy() -> None:
     first, second = (labs.LabRow((run,)) for run in (product, copy))
     assert (first.gbs, first.ceiling_share) == (None, pytest.approx(0.5))
     assert (second.gbs, second.ceiling_share) == (pytest.approx(4000.0), pytest.approx(0.8))
-
-
-def test_a_command_has_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["--out=/a", "--file", "/b", "--fp16", "1", "--out", "/c", "--wait", "--seed", "3"]
-    monkeypatch.setattr(sys, "argv", ["/d/program.py", *words])
-    shape: dict[str, Any] = {
-        "lab": "",
-        "subject": "",
-        "variant": "",
-        "unit": "images",
-        "units_per_step": 1,
-    }
-    hidden = ("--out", "--file", "--wait")
-    begun = lab_record.begin(torch.device("cpu"), "fp32", "", hidden, **shape)
-    assert begun.command == ["program.py", "--fp16", "1", "--seed", "3"]
-    assert begun.session and begun.software["torch"]

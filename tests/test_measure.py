@@ -23,7 +23,7 @@ import torch_tensor_ops_bench  # noqa: E402
 SCRIPT = ROOT / "results" / "reference" / "measure.sh"
 PARSERS = {
     "compare_versions.py": lambda: parser_of(compare_versions.Options),
-    "roofline_analysis.py": roofline_analysis.build_parser,
+    "roofline_analysis.py": lambda: parser_of(roofline_analysis.Options),
     "workshop.kernels.benchmark": benchmark.build_parser,
     "micro_benchmarking_pytorch.py": request.build_parser,
     "torch_tensor_ops_bench.py": torch_tensor_ops_bench.build_parser,

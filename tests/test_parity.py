@@ -28,7 +28,7 @@ LOGITS = "logits: relative error"
 REFERENCES: dict[str, tuple[parity.Outcome, parity.Outcome]] = {}
 
 
-def in_the_model(pattern: str) -> Callable[[Callable], None]:
+def in_the_model(pattern: str, name: str = "") -> Callable[[Callable], None]:
     """Registers a fault that is planted in a model after it has been built."""
 
     def register(edit: Callable[[nn.Module], None]) -> None:
@@ -40,7 +40,7 @@ def in_the_model(pattern: str) -> Callable[[Callable], None]:
 
             return build
 
-        FAULTS[edit.__name__] = (patch, pattern)
+        FAULTS[name or edit.__name__] = (patch, pattern)
 
     return register
 
@@ -72,46 +72,37 @@ def wrap_forward(layer: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 # --- the backward pass ------------------------------------------------------------------------
 
 
-@in_the_model(r"norm\.weight is missing")
-def severed_at_the_final_norm(model):
-    """As in the public workshop: a raw kernel writes into an empty tensor."""
-    wrap_forward(model.norm, Tensor.detach)
-
-
-@in_the_model(r"layers\.1\.input_layernorm\.weight is missing")
-def severed_at_an_inner_norm(model):
-    wrap_forward(model.layers[1].input_layernorm, Tensor.detach)
-
-
-@in_the_model(r"layers\.0\.self_attn\.q_proj\.weight is missing")
-def severed_in_one_attention(model):
+def severed_attention(model: nn.Module) -> None:
     attention = model.layers[0].self_attn
     original = attention.attend
     attention.attend = lambda q, k, v: original(q, k, v).detach()
 
 
-@in_the_model(r"layers\.1\.self_attn\.v_proj\.weight is all zeros")
-def gradient_of_one_projection_zeroed(model):
-    model.layers[1].self_attn.v_proj.weight.register_hook(torch.zeros_like)
+def half_detached(x: Tensor) -> Tensor:
+    half = x.shape[0] // 2
+    return torch.cat((x[:half].detach(), x[half:]))
 
 
-@in_the_model(r"layers\.0\.mlp\.up_proj\.weight is missing")
-def frozen_parameter(model):
-    model.layers[0].mlp.up_proj.weight.requires_grad_(False)
-
-
-@in_the_model(r"layers\.1\.mlp\.down_proj\.weight: relative error 5\.\de-02")
-def gradient_scaled_by_1_05(model):
-    model.layers[1].mlp.down_proj.weight.register_hook(lambda gradient: 1.05 * gradient)
-
-
-@in_the_model(r"gradient of .*: relative error")
-def gradient_of_half_the_batch(model):
-    def drop(x: Tensor) -> Tensor:
-        half = x.shape[0] // 2
-        return torch.cat((x[:half].detach(), x[half:]))
-
-    wrap_forward(model.layers[0].mlp, drop)
+for name, pattern, edit in (
+    # As in the public workshop: a raw kernel writes into an empty tensor.
+    ("severed_at_the_final_norm", r"norm\.weight is missing",
+     lambda m: wrap_forward(m.norm, Tensor.detach)),
+    ("severed_at_an_inner_norm", r"layers\.1\.input_layernorm\.weight is missing",
+     lambda m: wrap_forward(m.layers[1].input_layernorm, Tensor.detach)),
+    ("severed_in_one_attention", r"layers\.0\.self_attn\.q_proj\.weight is missing",
+     severed_attention),
+    ("gradient_of_one_projection_zeroed", r"layers\.1\.self_attn\.v_proj\.weight is all zeros",
+     lambda m: m.layers[1].self_attn.v_proj.weight.register_hook(torch.zeros_like)),
+    ("frozen_parameter", r"layers\.0\.mlp\.up_proj\.weight is missing",
+     lambda m: m.layers[0].mlp.up_proj.weight.requires_grad_(False)),
+    ("gradient_scaled_by_1_05", r"layers\.1\.mlp\.down_proj\.weight: relative error 5\.\de-02",
+     lambda m: m.layers[1].mlp.down_proj.weight.register_hook(lambda gradient: 1.05 * gradient)),
+    ("gradient_of_half_the_batch", r"gradient of .*: relative error",
+     lambda m: wrap_forward(m.layers[0].mlp, half_detached)),
+    ("token_0_taken_for_padding", r"gradient of embed_tokens\.weight: relative error",
+     lambda m: setattr(m.embed_tokens, "padding_idx", 0)),
+):  # fmt: skip
+    in_the_model(pattern, name)(edit)
 
 
 class Lengthened(torch.autograd.Function):
@@ -173,11 +164,6 @@ def gradients_rounded_to_bf16(parameters):
 @in_the_step(r"gradient of norm\.weight: relative error [1-9]\.\de-01")
 def gradients_clipped_at_1(parameters):
     nn.utils.clip_grad_norm_(parameters, 1.0)
-
-
-@in_the_model(r"gradient of embed_tokens\.weight: relative error")
-def token_0_taken_for_padding(model):
-    model.embed_tokens.padding_idx = 0
 
 
 class Lookup(torch.autograd.Function):
@@ -320,26 +306,32 @@ def as_fp8(weight: Tensor) -> Tensor:
     return weight.to(torch.float8_e4m3fn).to(weight.dtype)
 
 
-@in_the_model(LOGITS)
-def feed_forward_weights_in_int8(model):
-    round_weights(model, 127, torch.round)
-
-
-@in_the_model(LOGITS)
-def feed_forward_weights_in_fp8(model):
-    round_weights(model, 448, as_fp8)
-
-
-@in_the_model(LOGITS)
-def logits_capped_at_30(model):
-    wrap_forward(model.lm_head, lambda z: 30 * torch.tanh(z / 30))
-
-
-@in_the_model(LOGITS)
-def norm_eps_of_1e_2(model):
+def norm_eps_of_1e_2(model: nn.Module) -> None:
     for layer in model.modules():
         if type(layer).__name__ == "RMSNorm":
             layer.eps = 1e-2
+
+
+for name, edit in (
+    ("feed_forward_weights_in_int8", lambda m: round_weights(m, 127, torch.round)),
+    ("feed_forward_weights_in_fp8", lambda m: round_weights(m, 448, as_fp8)),
+    (
+        "logits_capped_at_30",
+        lambda m: wrap_forward(m.lm_head, lambda z: 30 * torch.tanh(z / 30)),
+    ),
+    ("norm_eps_of_1e_2", norm_eps_of_1e_2),
+    ("secretly_in_bf16", lambda m: wrap_forward(m.norm, lambda y: y.bfloat16().float())),
+    # In bf16 alone: the gate in fp32 does not see it.
+    (
+        "feed_forward_weights_in_int8_in_bf16_alone",
+        lambda m: round_weights(m, 127, torch.round, in_bf16),
+    ),
+    (
+        "feed_forward_weights_in_fp8_in_bf16_alone",
+        lambda m: round_weights(m, 448, as_fp8, in_bf16),
+    ),
+):
+    in_the_model(LOGITS, name)(edit)
 
 
 @replacing("RMSNorm.forward")
@@ -368,11 +360,6 @@ def targets_shifted_twice(self, tokens, targets=None):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
 
 
-@in_the_model(LOGITS)
-def secretly_in_bf16(model):
-    wrap_forward(model.norm, lambda y: y.bfloat16().float())
-
-
 @in_the_model("V1's weights can't be loaded: layers.0.mlp.extra.weight is missing")
 def a_layer_too_many(model):
     model.layers[0].mlp.extra = nn.Linear(3, 3, bias=False)
@@ -390,16 +377,6 @@ def switch(model: nn.Module, to: Callable[[bool], object]) -> None:
         return true(*inputs)
 
     model.forward = forward
-
-
-@in_the_model(LOGITS)
-def feed_forward_weights_in_int8_in_bf16_alone(model):
-    round_weights(model, 127, torch.round, in_bf16)
-
-
-@in_the_model(LOGITS)
-def feed_forward_weights_in_fp8_in_bf16_alone(model):
-    round_weights(model, 448, as_fp8, in_bf16)
 
 
 @in_the_model("logits along their own scale: relative error")

@@ -11,7 +11,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import profile_checks
 import pytest
 
 from workshop.errors import WorkshopError
@@ -767,29 +766,3 @@ def write_one_of_each(folder: Path, workload: Path) -> None:
     build_database(folder / "results.db")
     rows = [wide_row(0, 0, 100, 10), wide_row(1, 500, 300, 30)]
     write_workload(workload, pmc_perf=(WIDE, rows))
-
-
-@pytest.mark.slow
-def test_large_traces(tmp_path: Path) -> None:
-    """300,000 kernels with as many host calls, of which every second launches in a step."""
-    columns = KERNEL_TRACE.split()
-    kernel = dict.fromkeys(columns, "1") | {"Kernel_Name": '"void k%d<float>(float*, int)"'}
-    kernel |= {"Correlation_Id": "%d", "Start_Timestamp": "%d", "End_Timestamp": "%d"}
-    line = ",".join(kernel[column] for column in columns) + "\n"
-    with (tmp_path / "run_1_kernel_trace.csv").open("w") as file:
-        file.write(",".join(columns) + "\n")
-        for i in range(300_000):
-            start = T0 + 2000 * i
-            file.write(line % (i % 200, i, start, start + 1000))
-    with (tmp_path / "run_1_hip_api_trace.csv").open("w") as file:
-        file.write(API_TRACE.replace(" ", ",") + "\n")
-        for i in range(300_000):
-            start = T0 + 1000 * i
-            file.write(f"HIP_RUNTIME_API,hipLaunchKernel,1,1,{i},{start},{start + 500}\n")
-    markers = [marker("step", 1000 * i, 1000) for i in range(0, 300_000, 2)]
-    write_run(tmp_path, "run_1_", marker_api_trace=(API_TRACE, markers))
-    trace = profile_checks.read("rocprofv3", tmp_path / "run_1_kernel_trace.csv")
-    folder = profile_checks.read("rocprofv3", tmp_path)
-    assert (trace.launches, trace.total_ns) == (300_000, 300e6)
-    assert (folder.launches, folder.total_ns) == (150_000, 150e6)
-    assert max(trace.peak_bytes, folder.peak_bytes) < 0.4e9

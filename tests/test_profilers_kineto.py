@@ -474,7 +474,7 @@ def test_a_million_events_in_a_gigabyte(tmp_path: Path) -> None:
             file.write(call % (ts, number, ts + 1, number, ts + 2, number, ts + 12, number))
             file.write(",\n")
         file.write(json.dumps(mark("forward", 4309434489000, 1e9)) + "]}")
-    reading = profile_checks.read("kineto", tmp_path / "trace.json")
+    reading = profile_checks.read_trace(tmp_path / "trace.json")
     assert reading.launches == calls
     assert reading.phases_ns["forward"] == pytest.approx(calls * 2400)
     assert reading.peak_bytes < 1e9

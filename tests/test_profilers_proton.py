@@ -18,10 +18,9 @@ from workshop.profilers.table import KernelTable
 ROOT = Path(__file__).resolve().parents[1]
 APP = ROOT / "workshop" / "profilers" / "proton_app.py"
 
-# How Proton runs a script, and what it does then: the first as up to Triton 3.6, where the end of
-# the program by sys.exit is the end of Proton too; the second as from 3.7 on.
-PROTON = {
-    "text": """
+# How Proton runs a script up to Triton 3.6, where the end of the program by sys.exit is the end of
+# Proton too.
+PROTON = """
 import os, sys
 script, *arguments = sys.argv[1:]
 sys.argv = [script, *arguments]
@@ -32,24 +31,7 @@ try:
 except Exception as error:
     sys.exit(1)
 print("finalized")
-""",
-    "program": """
-import os, runpy, sys
-script, *arguments = sys.argv[1:]
-sys.argv = [script, *arguments]
-sys.path.append(os.path.dirname(os.path.abspath(script)))
-status = 0
-try:
-    runpy.run_path(script, run_name="__main__")
-except Exception as error:
-    status = 1
-except SystemExit as end:
-    status = end.code
-print("finalized")
-sys.exit(status)
-""",
-}
-both = pytest.mark.parametrize("how", PROTON)
+"""
 
 PROGRAM = """
 import sys
@@ -63,41 +45,29 @@ if __name__ == "__main__":
 """
 
 
-RunByProton = Callable[..., subprocess.CompletedProcess[str]]
+def run_by_proton(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROTON, *map(str, words)]
+    environment = os.environ | ONE_CORE
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANGS_S
+    )
 
 
-@pytest.fixture
-def run_by_proton(tmp_path: Path) -> RunByProton:
-    def run(how: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", PROTON[how], *map(str, words)]
-        environment = os.environ | ONE_CORE
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANGS_S
-        )
-
-    return run
-
-
-@both
 @pytest.mark.parametrize("end", ["{}", "sys.exit({})"])
-def test_a_program_runs_as_python_would_run_it(
-    how: str, end: str, run_by_proton: RunByProton, tmp_path: Path
-) -> None:
+def test_a_program_runs_as_python_would_run_it(end: str, tmp_path: Path) -> None:
     folder = tmp_path / "its folder"
     folder.mkdir()
     (folder / "beside.py").write_text("VALUE = 7")
-    (folder / "program.py").write_text(
-        PROGRAM.replace("END", end.format("main(sys.modules[__name__])"))
-    )
+    text = PROGRAM.replace("END", end.format("main(sys.modules[__name__])"))
+    (folder / "program.py").write_text(text)
     (tmp_path / "beside.py").write_text("VALUE = 'of the folder where it was called'")
     program = Path("its folder") / "program.py"
-    answer = run_by_proton(how, APP, program, "0", "--x")
+    answer = run_by_proton(tmp_path, APP, program, "0", "--x")
     assert answer.stdout.splitlines() == [f"mine 7 ['{program}', '0', '--x']", "finalized"]
     assert answer.returncode == 0, answer.stderr
     if "exit" in end:
-        assert run_by_proton(how, APP, program, "77").returncode == 77
-    if how == "text":
-        assert "finalized" not in run_by_proton(how, program, "0").stdout, "it is not needed"
+        assert run_by_proton(tmp_path, APP, program, "77").returncode == 77
+        assert "finalized" not in run_by_proton(tmp_path, program, "0").stdout, "it is not needed"
 
 
 # --- the table -----------------------------------------------------------------------------------

@@ -233,30 +233,17 @@ HEAD: dict[str, Any] = {
 VALID = json.dumps(dataclasses.asdict(make_result()))
 NO_JSON = {
     "truncated": (VALID[: len(VALID) // 2], "no valid JSON"),
-    "empty": ("", "no valid JSON"),
     "NaN": (VALID.replace("99.0", "NaN"), "no valid JSON"),
-    "endless number": (VALID.replace("99.0", "9" * 5000), "no valid JSON"),
-    "deep": ("[" * 100_000, "no valid JSON"),
 }
 
 BROKEN = {
     "missing": ({k: v for k, v in json.loads(VALID).items() if k != "version"}, "field `version`"),
     "unknown": (changed("speed", to=9), "field speed is unknown"),
     "text for a time": (changed("step_ms", 1, to="99"), r"field step_ms\[1\]: expected `float`"),
-    "wrong type at depth": (
-        changed("gate", "measures", "loss", "error", to=[1]),
-        r"field gate\.measures.*: expected `float \| str \| null`",
-    ),
     "unknown version": (changed("version", to="v9"), "version is 'v9', not one of v1, v2"),
-    "unknown verdict": (changed("gate", "status", to="ok"), r"gate\.status: invalid enum value"),
     "red audit without reason": (changed("audit", "status", to="fail"), "audit: failures is empty"),
     "complete without steps": (changed("step_ms", to=[]), "step_ms is empty in a complete run"),
-    "no time at all": (
-        changed("step_ms", 0, to=0),
-        r"step_ms\[0\]: expected `float` >= 1e-09",
-    ),
     "no size": (changed("config", to={}), r"config\.vocab_size is not a size: None"),
-    "no peak": (changed("memory_mb", to={"rest": 1.0}), r"memory_mb\.peak is missing"),
     "too few losses": (changed("losses", to=[1.0]), "losses is shorter than step_ms"),
 }
 
@@ -273,16 +260,9 @@ def test_a_broken_file_is_named_with_its_line_and_field(content, message, tmp_pa
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("head", "message"),
-    [
-        ({}, "schema_version is None, this workshop reads 2"),
-        (HEAD | {"schema_version": 1}, "schema_version is 1, this workshop reads 2"),
-    ],
-)
-def test_a_broken_first_line_is_named(head, message, tmp_path) -> None:
-    (tmp_path / "a.jsonl").write_text(f"{json.dumps(head)}\n{VALID}\n")
-    with pytest.raises(WorkshopError, match=message):
+def test_another_schema_is_named(tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(HEAD | {'schema_version': 1})}\n{VALID}\n")
+    with pytest.raises(WorkshopError, match="schema_version is 1, this workshop reads 2"):
         records.load(tmp_path / "a.jsonl")
 
 

@@ -18,11 +18,11 @@ from workshop.run import float8
 from workshop.run.float8 import Float8Product, Formats
 
 Branch = tuple[Tensor, Tensor]
-"""What a sub-layer returned, and the (1,) whose gradient is the amax of its gradient."""
+"""The result of a sub-layer, and the (1,) whose gradient is the amax of the result's."""
 
 
 class _Product(torch.autograd.Function):
-    """`Float8Product`, whose backward pass is told the amax of dy, as triton_float8.py explains."""
+    """`Float8Product`, whose backward pass gets the amax of dy, as triton_float8.py explains."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *more: Any) -> Branch:

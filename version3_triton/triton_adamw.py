@@ -281,8 +281,8 @@ def _of_one_dtype(copies: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def _alignment(table: list[list[int]], parameters: list[Tensor]) -> int:
-    """16 where every tensor begins at such an address and has a multiple of so many numbers, which
-    lets the kernel move 16 bytes at once; else 1. Steps, which are single numbers, don't count."""
+    """16 where the address and the size of every tensor are multiples of 16, which lets the kernel
+    move 16 bytes at once; else 1. Steps, which are single numbers, don't count."""
     addresses = (address for row in table for i, address in enumerate(row) if i != 4)
     sizes = (p.numel() for p in parameters)
     return 16 if all(n % 16 == 0 for n in (*addresses, *sizes)) else 1

@@ -300,7 +300,7 @@ def _attention_backward_dk_dv_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys of a tile, warps of a program, tiles in flight; for up to so many tokens."""
+    """Queries and keys of a tile, warps of a program, tiles in flight; the most tokens."""
 
     block_m: int
     block_n: int
@@ -309,8 +309,8 @@ class Tile:
     up_to: int = 2**31
 
 
-# By architecture or vendor, bytes of a number and D; of several tiles the first that is for so many
-# tokens. sm_90: swept on an H200 and an H100, in bf16 at D = 64 and 128, the backward pass in fp32
+# By architecture or vendor, bytes of a number and D; of several tiles, the first whose `up_to` is
+# T or more. sm_90: swept on an H200 and an H100, in bf16 at D 64 and 128, the backward pass in fp32
 # at D = 64 too. sm, gfx: the largest tiles that spill little or nothing and fit everywhere
 # (workshop.kernels.inspect), unmeasured.
 Tiles = dict[str, dict[int, dict[int, list[Tile]]]]

@@ -250,7 +250,7 @@ def grid_order(
 
     Blocks on the diagonal differ in work. With many heads side by side the long blocks all start
     before the short ones, which then fill the gaps at the end; but what these heads read again
-    and again has to stay in the cache. So: about as many as it holds, and about `least` at least.
+    and again has to stay in the cache. So: about the number that it holds, but `least` at least.
     """
     limit = min(heads, max(least, tokens_at_once // T))
     side_by_side = next(n for n in range(limit, 0, -1) if heads % n == 0)
@@ -300,7 +300,7 @@ def check(op: str, **tensors: Tensor) -> None:
             without dimensions.
         NotImplementedError: inside forward-mode differentiation, where tangents would be lost.
     """
-    # Not by the tensors' tangents: one of an outer jvp is not to be seen in an inner one.
+    # Not by the tensors' tangents: one of an outer jvp is invisible in an inner one.
     if forward_ad._current_level >= 0:
         raise NotImplementedError(
             f"{op}: no forward-mode differentiation (jvp, jacfwd): use backward, or {op}_reference"

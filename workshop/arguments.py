@@ -5,8 +5,8 @@
         paths: list[Path] = argument("result files")
         top: int = option("rows that are shown", 10)
 
-`read(Options, argv, description=...)` gives one; `--top` is a whole number then, and its help ends
-in "(default 10)". An empty value is wrong usage for every flag.
+`run(Options, work, argv, ...)` reads one and does the work; `--top` is a whole number then, and its
+help ends in "(default 10)". An empty value is wrong usage for every flag.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def add_options(parser: argparse._ActionsContainer, kind: type[Any]) -> None:
         else:
             if value_type is not str:
                 how.setdefault("type", value_type)
-            if is_list:
+            if is_list and "action" not in how:
                 how.setdefault("nargs", "+")
             if value_type in (int, float) and "choices" not in how:
                 how.setdefault("metavar", "N" if value_type is int else "X")
@@ -88,6 +88,20 @@ def parser_of(kind: type[Any], **parser: Any) -> argparse.ArgumentParser:
 def read(kind: type[O], argv: Sequence[str] | None = None, **parser: Any) -> O:
     """The options that a command line asks for, `sys.argv` if none is given."""
     return kind(**vars(parse(parser_of(kind, **parser), argv)))
+
+
+def run(
+    kind: type[O],
+    work: Callable[[O], int],
+    argv: Sequence[str] | None = None,
+    *,
+    interrupted: str,
+    **parser: Any,
+) -> int:
+    """A program: reads its options, does its work, and gives its exit status, as
+    `errors.exit_status` has it."""
+    options = read(kind, argv, **parser)
+    return errors.exit_status(lambda: work(options), interrupted=interrupted)
 
 
 Command = tuple[Callable[[Any], int], type[Any], str]

@@ -1,14 +1,13 @@
 """All results below some folders, kept up to date while new ones are written.
 
 Runs of versions and labs, and the kernel tables of profilers with the record of what was profiled.
-A file is read once, and again when it has changed. One that is
-broken is listed, and harms no other.
+A file is read once, and again when it has changed. One that is broken is listed, and harms no
+other.
 """
 
 import copy
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -26,8 +25,6 @@ from workshop.versions import VERSIONS
 
 RUNS_FOLDER = "runs"
 """Files of JSON lines below one are comparisons."""
-
-
 R = TypeVar("R", bound=Run)
 
 
@@ -70,40 +67,30 @@ class Profile:
         recorded = self.record.device.get("name") if self.record else None
         return str(recorded or self.table.device or "unknown device")
 
-
-def distinct_names(profiles: Sequence[Profile], names: Iterable[str] | None = None) -> list[str]:
-    """A name for each profile that none of the others has: where names are alike, what differs is
-    added to them (size, precision, device, switches, time, and at last the folder).
-
-    Args:
-        names: what they begin with (default: `Profile.name`).
-    """
-    found = [profile.name for profile in profiles] if names is None else list(names)
-    top = os.path.commonpath([profile.folder for profile in profiles] or [Path()])
-    for facts in zip(*(_facts(profile, top) for profile in profiles), strict=True):
-        alike = defaultdict(list)
-        for index, name in enumerate(found):
-            alike[name].append(index)
-        for its in alike.values():
-            if len({facts[index] for index in its}) > 1:
-                for index in its:
-                    found[index] += f", {facts[index]}" if facts[index] else ""
-    return found
+    @property
+    def facts(self) -> list[str]:
+        """Size, precision, device, switches, time and folder, which tell profiles apart."""
+        run, lab, record = self.run, self.lab, self.record
+        size = f"{size_name(run)} {run.batch_size} x {run.seq_len}" if run else ""
+        switches = lab.variant if lab else variant(run) if run else ""
+        time = record.created[:16].replace("T", " ") if record else ""
+        precision = run.precision if run else ""
+        facts = lab.subject if lab else size, precision, self.device, switches, time
+        return [*map(printable, facts), printable(str(self.folder))]
 
 
-def _facts(profile: Profile, top: str) -> list[str]:
-    run, lab = profile.run, profile.lab
-    size = f"{size_name(run)} {run.batch_size} x {run.seq_len}" if run else ""
-    record = profile.record
-    facts = (
-        lab.subject if lab else size,
-        run.precision if run else "",
-        profile.device,
-        lab.variant if lab else variant(run) if run else "",
-        record.created[:16].replace("T", " ") if record else "",
-        os.path.relpath(profile.folder, top),
-    )
-    return list(map(printable, facts))
+def distinct_names(profiles: Sequence[Profile]) -> list[str]:
+    """The name of each profile; to names that are alike the first fact is added that tells them
+    apart."""
+    names = [profile.name for profile in profiles]
+    for facts in zip(*(profile.facts for profile in profiles), strict=True):
+        alike = {name for name in names if names.count(name) > 1}
+        for name in alike:
+            its = [i for i, other in enumerate(names) if other == name]
+            if len({facts[i] for i in its}) > 1:
+                for i in its:
+                    names[i] += f", {facts[i]}" if facts[i] else ""
+    return names
 
 
 @dataclass(frozen=True)
@@ -115,14 +102,7 @@ class Broken:
 
 
 _Content = list[Run] | KernelTable | Broken | None
-
-
-@dataclass(frozen=True)
-class _File:
-    """A file as it was read; `content` is None if it is none of this workshop's."""
-
-    stamp: tuple[int, int]
-    content: _Content
+"""The content of a file; None if it is none of this workshop's."""
 
 
 class Collection:
@@ -143,7 +123,7 @@ class Collection:
         self.profiles: list[Profile] = []
         self.broken: list[Broken] = []
         self.keeps: Callable[[Path], bool] = lambda path: True
-        self._files: dict[Path, _File] = {}
+        self._files: dict[Path, tuple[tuple[int, int], _Content]] = {}
 
     def only(self, keep: Callable[[Path], bool]) -> "Collection":
         """The results of the files for which `keep` is true."""
@@ -158,15 +138,15 @@ class Collection:
 
     def refresh(self) -> bool:
         """Reads what is new or has changed, forgets what is gone; whether anything changed."""
-        stamps = {path: stamp for folder in self.folders for path, stamp in _json_files(folder)}
         before = self._files
         self._files = {
             path: before[path]
-            if path in before and before[path].stamp == stamp
-            else _File(stamp, self._read(path))
-            for path, stamp in stamps.items()
+            if path in before and before[path][0] == stamp
+            else (stamp, self._read(path))
+            for folder in self.folders
+            for path, stamp in _json_files(folder)
         }
-        if _contents(before) == _contents(self._files):
+        if _stamps(before) == _stamps(self._files):
             return False
         self._sort()
         return True
@@ -187,7 +167,7 @@ class Collection:
         return None
 
     def _sort(self) -> None:
-        found = [(path, self._files[path].content) for path in sorted(self._files)]
+        found = [(path, self._files[path][1]) for path in sorted(self._files)]
         files = [(path, content) for path, content in found if isinstance(content, list)]
         runs = [(path, run) for path, its in files if path.name != RUN_FILE for run in its]
         runs.sort(key=lambda one: (one[1].session, one[0]))
@@ -224,8 +204,8 @@ def _json_files(folder: Path) -> Iterator[tuple[Path, tuple[int, int]]]:
                 yield path, (status.st_mtime_ns, status.st_size)
 
 
-def _contents(files: dict[Path, _File]) -> dict[Path, tuple[int, int]]:
-    return {path: file.stamp for path, file in files.items() if file.content is not None}
+def _stamps(files: dict[Path, tuple[tuple[int, int], _Content]]) -> dict[Path, tuple[int, int]]:
+    return {path: stamp for path, (stamp, content) in files.items() if content is not None}
 
 
 def _profile(folder: Path, table: KernelTable, profiled: dict[Path, Run]) -> Profile:

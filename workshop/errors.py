@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import errno
 import importlib.util
 import io
 import os
@@ -101,14 +100,9 @@ def exit_status(work: Callable[[], int], *, interrupted: str) -> int:
     except BrokenPipeError:
         discard_output()
         return ANSWER_IS_NO
-    except Exception as error:
-        problem = _out_of_room(error)
-        if problem is None and isinstance(error, OSError):  # such as a name of 300 letters
-            what = "" if error.filename is None else f"{error.filename}: "
-            problem = f"{what}{error.strerror or error}"
-        if problem is None:
-            raise
-        print(f"error: {printable(problem)}", file=sys.stderr)
+    except OSError as error:  # such as a full disk, or a name of 300 letters
+        what = "" if error.filename is None else f"{error.filename}: "
+        print(f"error: {printable(f'{what}{error.strerror or error}')}", file=sys.stderr)
         return WRONG_USAGE
 
 
@@ -136,24 +130,6 @@ def _signals_raise() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _out_of_room(error: BaseException) -> str | None:
-    """Names the file that a full disk or temporary folder kept from being written; None for an
-    error of another kind. A compiler's error carries it behind its own, or in its text."""
-    remedy = "free some room, or name another folder with TMPDIR or --output-dir"
-    behind: BaseException | None = error
-    while behind is not None:
-        if isinstance(behind, OSError):
-            # Without a file it is tempfile's, which has tried all its folders.
-            nowhere = behind.errno == errno.ENOENT and behind.filename is None
-            if behind.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or nowhere:
-                what = f"{behind.filename} can't be written: " if behind.filename else ""
-                return f"{what}{behind.strerror}: {remedy}"
-        if os.strerror(errno.ENOSPC) in str(behind):
-            return f"{os.strerror(errno.ENOSPC)} for what is compiled: {remedy}"
-        behind = behind.__cause__ or behind.__context__
-    return None
 
 
 def printable(text: str) -> str:

@@ -156,48 +156,23 @@ VERSIONS = {
     )
 }
 
+# fmt: off
 PEERS = {
     peer.key: peer
     for peer in (
-        Version(
-            "hf",
-            "Hugging Face, compiled",
-            compile="default",
-            packages=("transformers",),
-            file="hugging_face_llama.py",
-            colour="#C06C9B",
-            marker="cross",
-        ),
-        Version(
-            "hf-graph",
-            "Hugging Face, compiled, graph",
-            compile="default",
-            cuda_graph=True,
-            packages=("transformers",),
-            file="hugging_face_graph.py",
-            colour="#7F6FD0",
-            marker="star",
-        ),
-        Version(
-            "hf-liger",
-            "Hugging Face, Liger-Kernel",
-            packages=("transformers", "liger_kernel"),
-            file="hugging_face_liger.py",
-            colour="#9A7B2B",
-            marker="x",
-        ),
-        Version(
-            "torchao",
-            "V2, compiled, graph; fp8 by torchao",
-            compile="default",
-            cuda_graph=True,
-            packages=("torchao",),
-            file="torchao_float8.py",
-            colour="#4C8C9E",
-            marker="square",
-        ),
+        Version("hf", "Hugging Face, compiled", compile="default", packages=("transformers",),
+                file="hugging_face_llama.py", colour="#C06C9B", marker="cross"),
+        Version("hf-graph", "Hugging Face, compiled, graph", compile="default", cuda_graph=True,
+                packages=("transformers",), file="hugging_face_graph.py", colour="#7F6FD0",
+                marker="star"),
+        Version("hf-liger", "Hugging Face, Liger-Kernel", packages=("transformers", "liger_kernel"),
+                file="hugging_face_liger.py", colour="#9A7B2B", marker="x"),
+        Version("torchao", "V2, compiled, graph; fp8 by torchao", compile="default",
+                cuda_graph=True, packages=("torchao",), file="torchao_float8.py", colour="#4C8C9E",
+                marker="square"),
     )
 }
+# fmt: on
 ALL = VERSIONS | PEERS
 """All keys of result files."""
 

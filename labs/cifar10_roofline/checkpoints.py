@@ -3,6 +3,7 @@
 They are read with `weights_only`, so that a file from elsewhere can't run a program.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,35 +25,19 @@ def save(path: Path, content: dict[str, Any]) -> None:
             raise WorkshopError(f"{path} can't be written: {error!s:.80}") from None
 
 
-def checkpoint(
-    training: Training,
-    settings: dict[str, Any],
-    epoch: int,
-    best_accuracy: float,
-    history: list[dict[str, float]],
-) -> dict[str, Any]:
-    """The content of a checkpoint after an epoch.
-
-    Args:
-        settings: of the command line, all on which the training depends.
-        epoch: how many are complete.
-    """
-    schedule = training.problem.schedule
+def checkpoint(training: Training, **progress: Any) -> dict[str, Any]:
+    """The content of a checkpoint: the training, PyTorch's random numbers, and the given settings,
+    number of complete epochs, best accuracy and history."""
     random = {"cpu": torch.get_rng_state()}
     if training.device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(training.device)
     return {
         "format": FORMAT,
-        "settings": settings,
         "training": training.state(),
-        "schedule": {
-            "highest": schedule.highest, "warmup": schedule.warmup, "total": schedule.total
-        },
-        "epoch": epoch,
-        "best_accuracy": best_accuracy,
-        "history": history,
+        "schedule": asdict(training.problem.schedule),
         "random": random,
-    }  # fmt: skip
+        **progress,
+    }
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -8,12 +8,11 @@ from labs.cifar10_roofline.request import LAB
 from workshop import labs
 from workshop.labs import LabRow, LabRun
 from workshop.show import lab_table
-from workshop.tables import escape, number
-from workshop.tables import markdown_rows as table
+from workshop.tables import Line, Markdown, Table, markdown_body, number
 
 README = Path(__file__).with_name("README.md")
 COMMAND = "python measure_table.py --jobs 9"
-_OVER = "over `--amp --workers 4`"
+_OVER = Markdown("over `--amp --workers 4`")
 _HEADER = ("", "images/s", "ms a step", "TFLOP/s", "of ceiling", _OVER, "verdict")
 
 
@@ -35,9 +34,9 @@ def _table(rows: Sequence[LabRow]) -> str:
         key=lambda row: (subjects.index(row.of), not row.is_baseline, row.units_per_s or 0.0),
     )
     lines = [
-        [escape(row.label), number(row.units_per_s, ",.0f"), number(row.step_ms, ",.2f"),
+        Line([row.label, number(row.units_per_s, ",.0f"), number(row.step_ms, ",.2f"),
          number(row.tflops, ",.1f"), number(row.ceiling_share, ".1%"),
-         escape(lab_table.speedup_text(row)), row.verdict]
+         lab_table.speedup_text(row), row.verdict])
         for row in rows
     ]  # fmt: skip
-    return table(_HEADER, lines, (0, 6))
+    return markdown_body(Table("", _HEADER, lines, left=(0, 6)))

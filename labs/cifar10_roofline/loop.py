@@ -5,7 +5,7 @@ import copy
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from labs import shared
-from labs.cifar10_roofline import checkpoints, curves, data, networks, proof, request
-from labs.cifar10_roofline.batches import Batches
-from labs.cifar10_roofline.data import Dataset
+from labs.cifar10_roofline import checkpoints, data, gate, request, step
+from labs.cifar10_roofline.data import Batches, Dataset
 from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
-from workshop import errors, labs, records, results
+from workshop import errors, labs, records, results, tables
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.gate.steps import shown
 from workshop.judge import lab_record
@@ -38,10 +37,9 @@ TEST_BATCH = 500
 CIFAR10_IMAGES = 50_000
 STEP = "train_step"
 """The range of the profiled step."""
-_SAME_ON_RESUME = (
-    *("model", "epochs", "batch_size", "epoch_images", "lr", "label_smoothing", "seed"),
-)
+_SAME_ON_RESUME = "model epochs batch_size epoch_images lr label_smoothing seed".split()
 """Settings that must match the checkpoint when training resumes."""
+_CURVES = ("loss", "test_accuracy", "learning_rate")
 
 
 @dataclass
@@ -73,16 +71,16 @@ def run(arguments: argparse.Namespace) -> int:
     errors.require("rich", "matplotlib")
     device = hardware.get_device(arguments.device)
     request.check(arguments, device)
-    with trainer.memory_failure_as(lambda asked: _too_large(arguments, asked)):
+
+    def too_large(asked: str) -> OutOfMemory:
+        return OutOfMemory(
+            f"--batch-size {arguments.batch_size} does not fit in memory: {asked} was asked for "
+            "beyond it; take a smaller one"
+        )
+
+    with trainer.memory_failure_as(too_large):
         ready = prepare(arguments, device)
         return profile(ready) if arguments.profile_one_step else train(ready)
-
-
-def _too_large(arguments: argparse.Namespace, asked: str) -> OutOfMemory:
-    return OutOfMemory(
-        f"--batch-size {arguments.batch_size} does not fit in memory: {asked} was asked for "
-        "beyond it; take a smaller one"
-    )
 
 
 # --- before the first step -----------------------------------------------------------------------
@@ -99,7 +97,7 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
     dataset = data.load(arguments.dataset, arguments.data)
     if arguments.warmup is None and saved:
         arguments.warmup = saved["settings"]["warmup"]
-    reference = proof.Reference(arguments, dataset, device, lambda epoch: arguments.seed)
+    reference = gate.Reference(arguments, dataset, device, lambda epoch: arguments.seed)
     if not reference.epoch_steps:
         raise WorkshopError(
             f"--batch-size {arguments.batch_size}: an epoch of {dataset.name} has "
@@ -116,7 +114,7 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
     variant = variant_of(arguments, precision.name)
     set_arithmetic(precision.name)
     torch.manual_seed(arguments.seed)
-    model = networks.build(arguments.model)
+    model = step.build(arguments.model)
     training = Training(model, variant, problem, device)
     settings = {name: getattr(arguments, name) for name in _SAME_ON_RESUME}
     settings |= {"dataset": dataset.name, "warmup": reference.warmup, "precision": precision.name}
@@ -126,7 +124,7 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
     ready = Run(arguments, dataset, batches, training, record, settings, [])
     if saved:
         _resume(ready, saved)
-    check = proof.TrainingCheck(reference, precision.name, training.done)
+    check = gate.TrainingCheck(reference, precision.name, training.done)
     ready.turn = Turn(arguments.candidate, check)
     return ready
 
@@ -187,57 +185,39 @@ def new_run(
 
 def train(ready: Run) -> int:
     """Trains all epochs, saves, checks, writes the result; the exit status."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
     training, record, arguments = ready.training, ready.record, ready.arguments
     startup.watch_compilers(torch_compile=training.variant.compile)
-    if ready.turn.judged:
-        _compile(ready)
+    if ready.turn.judged:  # trains a step, beside other processes, and takes it back
+        before = copy.deepcopy(training.state())
+        with untuned(training.variant.precision):
+            training.step(*next(ready.batches.epoch(arguments.seed, 0)))
+        training.load(before)
         ready.turn.wait()
     clock, losses = Clock(training.device, ready.turn), list[Tensor]()
     record.step_ms = clock.step_ms
-    first = ready.epoch
-    console = Console(stderr=True)
-    columns = (BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn())
+    first, steps = ready.epoch, ready.batches.steps
     print(_headline(ready), flush=True)
     start = time.perf_counter()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=training.problem.schedule.total)
-        progress.update(task, completed=training.done)
-        while ready.epoch < arguments.epochs:
-            advance = partial(progress.advance, task)
-            progress.update(task, description=f"epoch {ready.epoch + 1}")
-            _epoch(ready, clock, losses, advance)
-            steps = ready.batches.steps
-            _end_epoch(ready, clock.step_ms[-steps:], torch.stack(losses[-steps:]).tolist())
+    while ready.epoch < arguments.epochs:
+        _epoch(ready, clock, losses)
+        _end_epoch(ready, clock.step_ms[-steps:], torch.stack(losses[-steps:]).tolist())
     record.setup_s["training"] = time.perf_counter() - start
     return _finish(ready, losses, ready.epoch - first)
 
 
-def _compile(ready: Run) -> None:
-    """Trains a step, beside other processes and so without tuning, and takes it back."""
-    training = ready.training
-    before = copy.deepcopy(training.state())
-    with untuned(training.variant.precision):
-        training.step(*next(ready.batches.epoch(ready.arguments.seed, 0)))
-    training.load(before)
-
-
 def _headline(ready: Run) -> str:
     r, steps = ready.record, ready.batches.steps
-    lines = [
-        f"{r.subject}: {r.variant}, on {r.device['name']}",
+    compiles = "\nthe first step compiles: minutes, the first time"
+    return (
+        f"{r.subject}: {r.variant}, on {r.device['name']}\n"
         f"epochs: {ready.arguments.epochs}, of {steps} steps each with "
-        f"{(r.flops_per_step or 0) / 1e12:.3f} TFLOP",
-    ]
-    lines += ["the first step compiles: minutes, the first time"] * ready.training.variant.compile
-    return "\n".join(lines)
+        f"{(r.flops_per_step or 0) / 1e12:.3f} TFLOP"
+    ) + compiles * ready.training.variant.compile
 
 
-def _epoch(ready: Run, clock: Clock, losses: list[Tensor], advance: Callable[[], object]) -> None:
+def _epoch(ready: Run, clock: Clock, losses: list[Tensor]) -> None:
     """Trains one epoch; a step's time has the wait for its batch in it."""
-    training = ready.training
+    training, steps = ready.training, ready.batches.steps
 
     def go() -> dict[str, Any]:
         ready.turn.answer(partial(_show, ready), ready.record)
@@ -248,13 +228,13 @@ def _epoch(ready: Run, clock: Clock, losses: list[Tensor], advance: Callable[[],
 
     training.model.train()
     drawn = go()
-    for images, labels in ready.batches.epoch(drawn["seed"], ready.epoch):
+    batches = ready.batches.epoch(drawn["seed"], ready.epoch)
+    for images, labels in tables.tracked(batches, f"epoch {ready.epoch + 1}", steps):
         losses.append(training.step(images, labels))
         clock.mark()
-        if training.done == drawn["until"] and training.done % ready.batches.steps:
+        if training.done == drawn["until"] and training.done % steps:
             stop()
             drawn = go()
-        advance()
     stop()
 
 
@@ -293,12 +273,15 @@ def _end_epoch(ready: Run, times: list[float], losses: list[float]) -> None:
     every = ready.arguments.save_every
     if best or (every and ready.epoch % every == 0):
         content = checkpoints.checkpoint(
-            training, ready.settings, ready.epoch, ready.best_accuracy, ready.history
+            training,
+            settings=ready.settings,
+            epoch=ready.epoch,
+            best_accuracy=ready.best_accuracy,
+            history=ready.history,
         )
-        if best:
-            checkpoints.save(ready.path("best.pt"), content)
-        if every and ready.epoch % every == 0:
-            checkpoints.save(ready.path(f"epoch_{ready.epoch}.pt"), content)
+        names = {"best.pt": best, f"epoch_{ready.epoch}.pt": every and ready.epoch % every == 0}
+        for name in (name for name, wanted in names.items() if wanted):
+            checkpoints.save(ready.path(name), content)
 
 
 def _finish(ready: Run, losses: list[Tensor], epochs: int) -> int:
@@ -310,7 +293,7 @@ def _finish(ready: Run, losses: list[Tensor], epochs: int) -> int:
     training, record, device = ready.training, ready.record, ready.training.device
     weights = {name: tensor.cpu() for name, tensor in training.model.state_dict().items()}
     checkpoints.save(ready.path("final_weights.pt"), weights)
-    curves.draw(record.subject, ready.history, ready.path("curves.png"))
+    draw_curves(record.subject, ready.history, ready.path("curves.png"))
     steps = ready.batches.steps
     settling = record.step_ms[: steps if epochs > 1 else min(SETTLING_STEPS, steps - 1)]
     record.setup_s |= {"compile": startup.compile_seconds(), "warm_up": sum(settling) / 1e3}
@@ -343,6 +326,23 @@ def _finish(ready: Run, losses: list[Tensor], epochs: int) -> int:
     return errors.DONE if passed else errors.ANSWER_IS_NO
 
 
+def draw_curves(title: str, history: list[dict[str, float]], target: Path) -> None:
+    """Writes a PNG of loss, test accuracy and learning rate over the epochs."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    epochs = [int(line["epoch"]) for line in history]
+    for axes, name in zip(figure.subplots(1, 3), _CURVES, strict=True):
+        axes.plot(epochs, [line[name] for line in history], marker="o")
+        axes.set(xlabel="epoch", ylabel=name.replace("_", " "))
+        axes.grid(alpha=0.3)
+    with results.atomic_path(target) as path:
+        figure.savefig(path, format="png")
+
+
 def time_epochs(record: LabRun, epochs: int) -> None:
     """A step's time is an epoch's, divided by its steps. The median step would mislead: workers
     deliver in bursts, so that most steps wait for nothing and one waits for all."""
@@ -359,12 +359,13 @@ def _summary(ready: Run, path: Path) -> None:
         print(f"FAIL: {'; '.join(record.gate.failures)}")
     else:
         ms = median(record.step_ms)
+        rate, tflops = record.units_per_step / ms * 1e3, (record.flops_per_step or 0) / ms / 1e9
         print(
-            f"pass (against {record.gate.reference}); {ms:.2f} ms a step: "
-            f"{record.units_per_step / ms * 1e3:,.0f} images/s, "
-            f"{(record.flops_per_step or 0) / ms / 1e9:.2f} TFLOP/s, data loading included"
+            f"pass (against {record.gate.reference}); {ms:.2f} ms a step: {rate:,.0f} images/s, "
+            f"{tflops:.2f} TFLOP/s, data loading included"
         )
-        print(*record.plausibility, sep="\n", end="\n" * bool(record.plausibility))
+        for sentence in record.plausibility:
+            print(sentence)
     print(f"test accuracy {record.metrics['test_accuracy']:.2%} on {ready.dataset.name}, "
           f"best {ready.best_accuracy:.2%}; {record.setup_s['training']:.1f} s")  # fmt: skip
     print(f"Written: {path}, and to {ready.arguments.out_dir}: {ready.path('*').name}")

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 import torch
 
 from labs import shared
-from labs.cifar10_roofline import data, loop, proof, request
+from labs.cifar10_roofline import data, gate, loop, request
 from workshop import errors, labs, results
 from workshop.arguments import count, parse
 from workshop.judge import studies
@@ -76,11 +76,9 @@ def _measure(arguments: argparse.Namespace) -> int:
     folder = results.prepare_folder(arguments.output_dir)
     # Read once, so that what is missing is said, and downloaded, once.
     dataset = data.load(asked.dataset, asked.data)
-    session = results.new_session()
-    kinds = variants(device)
+    session, kinds = results.new_session(), variants(device)
     common = [*arguments.flags, "--dataset", dataset.name]
-    baseline = _record([*common, *kinds[0]], device, session).variant
-    plans = [
+    cases = [
         (*common, "--model", model, "--batch-size", str(batch), *flags)
         for model in arguments.models
         for batch in arguments.batch_sizes
@@ -88,11 +86,17 @@ def _measure(arguments: argparse.Namespace) -> int:
     ]
     with tempfile.TemporaryDirectory() as scratch:
 
-        def plan(flags: Flags, repeat: int) -> studies.Plan:
-            record = _record(flags, device, session, baseline)
-            return _plan(flags, record, folder, scratch, dataset)
+        def plan(flags: Sequence[str], repeat: int) -> studies.Plan:
+            return _plan(flags, device, session, folder, scratch, dataset)
 
-        measured = shared.alternating(plans, arguments.repeats, plan, arguments.jobs)
+        baseline = plan((*common, *kinds[0]), 0).planned[0].variant
+
+        def compared(flags: Flags, repeat: int) -> studies.Plan:
+            made = plan(flags, repeat)
+            made.planned[0].baseline = baseline
+            return made
+
+        measured = shared.alternating(cases, arguments.repeats, compared, arguments.jobs)
         runs, interrupted = shared.told(measured, _outcome)
     groups = labs.newest(runs)
     rows = [row for group in groups for row in group]
@@ -100,35 +104,34 @@ def _measure(arguments: argparse.Namespace) -> int:
     return shared.status_of(rows, interrupted)
 
 
-def _record(flags: Sequence[str], device: torch.device, session: str, baseline: str = "") -> LabRun:
-    """The record of a training that has not begun. Raises WorkshopError for flags that can't be."""
+def _plan(
+    flags: Sequence[str],
+    device: torch.device,
+    session: str,
+    folder: Path,
+    scratch: str,
+    dataset: data.Dataset,
+) -> studies.Plan:
+    """A training that has not begun. Raises WorkshopError for flags that can't be."""
     arguments = request.build_parser().parse_args(flags)
     request.check(arguments, device)
     precision = request.precision_of(arguments, device)
     variant = loop.variant_of(arguments, precision.name)
     command = [PROGRAM.name, *flags]
     record = loop.new_run(arguments, arguments.dataset, variant, device, session, command)
-    record.baseline = baseline
-    return record
-
-
-def _plan(
-    flags: Flags, record: LabRun, folder: Path, scratch: str, dataset: data.Dataset
-) -> studies.Plan:
-    files = ["--out-dir", tempfile.mkdtemp(dir=scratch)]
-    command = [sys.executable, str(PROGRAM), *flags, *files]
-    arguments = request.build_parser().parse_args(flags)
 
     def take_times(run: LabRun, spans: studies.Spans) -> None:
         run.single_step_ms = list(itertools.chain.from_iterable(spans))
         loop.time_epochs(run, arguments.epochs)
 
-    device, secret = hardware.get_device(arguments.device), random.SystemRandom().getrandbits(64)
-    reference = proof.Reference(
+    secret = random.SystemRandom().getrandbits(64)
+    reference = gate.Reference(
         arguments, dataset, device, lambda epoch: random.Random(secret + epoch).getrandbits(40)
     )
-    check = proof.TrainingCheck(reference, request.precision_of(arguments, device).name)
-    return studies.Plan(command, [record], folder, take_times, check)
+    files = ["--out-dir", tempfile.mkdtemp(dir=scratch)]
+    started = [sys.executable, str(PROGRAM), *flags, *files]
+    check = gate.TrainingCheck(reference, precision.name)
+    return studies.Plan(started, [record], folder, take_times, check)
 
 
 def _outcome(run: LabRun) -> str:

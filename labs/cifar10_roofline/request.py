@@ -49,83 +49,44 @@ def build_parser() -> argparse.ArgumentParser:
         "something is missing\non this machine, 130 interrupted.",
     )
     add = parser.add_argument
+    number = partial(add, type=count, metavar="N")
     add("--model", choices=MODELS, default="resnet18", help="default resnet18")
-    add("--epochs", type=count, default=20, metavar="N", help="passes over the images (default 20)")
-    add("--batch-size", type=count, default=128, metavar="N", help="images a step (default 128)")
+    number("--epochs", default=20, help="passes over the images (default 20)")
+    number("--batch-size", default=128, help="images a step (default 128)")
     add("--lr", type=float, default=0.1, metavar="X", help="highest learning rate (default 0.1)")
-    add(
-        "--warmup",
-        type=int,
-        metavar="N",
-        help="steps in which the learning rate rises to --lr; a cosine to 0 follows (default: one "
-        "epoch, at most half of all steps)",
-    )
-    add(
-        "--label-smoothing",
-        type=float,
-        default=0.1,
-        metavar="X",
-        help="of the cross-entropy (default 0.1)",
-    )
+    add("--warmup", type=int, metavar="N", help="steps in which the learning rate rises to --lr; a "
+        "cosine to 0 follows (default: one epoch, at most half of all steps)")  # fmt: skip
+    add("--label-smoothing", type=float, default=0.1, metavar="X",
+        help="of the cross-entropy (default 0.1)")  # fmt: skip
     add("--seed", type=int, default=42, help="of weights, order and augmentation (default 42)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
     _add_data(parser.add_argument_group("data").add_argument)
     _add_files(parser.add_argument_group("files").add_argument)
     _add_speed(parser.add_argument_group("what makes it fast").add_argument)
     add = parser.add_argument_group("profilers").add_argument
-    add(
-        "--profile-one-step",
-        action="store_true",
-        help="warm up, mark one training step for the profiler, and end",
-    )
+    add("--profile-one-step", action="store_true",
+        help="warm up, mark one training step for the profiler, and end")  # fmt: skip
     add("--warmup-iters", type=int, default=20, metavar="N", help="before it (default 20)")
-    add(
-        "--profile-iter",
-        type=count,
-        default=1,
-        metavar="N",
-        help="which iteration after those is marked (default 1, the first)",
-    )
+    add("--profile-iter", type=count, default=1, metavar="N",
+        help="which iteration after those is marked (default 1, the first)")  # fmt: skip
     return parser
 
 
 def _add_data(add: Add) -> None:
     add("--dataset", choices=DATASETS, default="cifar10", help="default cifar10")
-    add(
-        "--data",
-        type=Path,
-        default=FOLDER / "data",
-        metavar="FOLDER",
-        help="of CIFAR-10, which is downloaded there if it is missing (default: data/ beside "
-        "train.py)",
-    )
-    add(
-        "--epoch-images",
-        type=count,
-        metavar="N",
-        help="images of an epoch: part of them, or some more than once (default: each once)",
-    )
-    add(
-        "--workers",
-        type=int,
-        default=0,
-        metavar="N",
-        help="processes that prepare batches (default 0: the training process does)",
-    )
-    add(
-        "--data-on-gpu",
-        action="store_true",
-        help="all images lie on the device, which also crops and flips them",
-    )
+    add("--data", type=Path, default=FOLDER / "data", metavar="FOLDER", help="of CIFAR-10, which "
+        "is downloaded there if it is missing (default: data/ beside train.py)")  # fmt: skip
+    add("--epoch-images", type=count, metavar="N", help="images of an epoch: part of them, or some "
+        "more than once (default: each once)")  # fmt: skip
+    add("--workers", type=int, default=0, metavar="N",
+        help="processes that prepare batches (default 0: the training process does)")  # fmt: skip
+    add("--data-on-gpu", action="store_true",
+        help="all images are on the device, which also crops and flips them")  # fmt: skip
 
 
 def _add_files(add: Add) -> None:
-    folder = partial(add, type=Path, metavar="FOLDER")
-    folder(
-        "--out-dir",
-        default=FOLDER / "artifacts",
-        help="for checkpoints, weights and curves (default: artifacts/ beside train.py)",
-    )
+    add("--out-dir", type=Path, metavar="FOLDER", default=FOLDER / "artifacts",
+        help="for checkpoints, weights, curves (default: artifacts/ beside train.py)")  # fmt: skip
     shared.add_output_dir(add, LAB)
     add("--save-every", type=int, default=0, metavar="N", help="epochs (default 0: never)")
     add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint of this program")

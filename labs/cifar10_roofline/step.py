@@ -1,4 +1,4 @@
-"""The training step: normalise, forward, loss, backward, SGD; and how its learning rate goes."""
+"""The training step: the network, normalise, forward, loss, backward, SGD; its learning rate."""
 
 import copy
 import math
@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from labs import shared
 from workshop.run.markers import Range
 from workshop.run.precision import PRECISIONS
 
+CLASSES = 10
 MOMENTUM = 0.9
 WEIGHT_DECAY = 5e-4
 STEPS_BEFORE_CAPTURE = 3
@@ -23,7 +25,21 @@ GPU_COMPILER: dict[str, Any] = {
 }
 """Small kernels that do not depend on each other are one, as the casts of all weights; and kernels'
 tiles are tuned on the device, which makes the first compilation longer."""
-Batch = tuple[Tensor, Tensor]
+
+
+def build(name: str) -> nn.Module:
+    """torchvision's ResNet, in which a 3 x 3 convolution of stride 1 takes the place of the first
+    layers: those are for 224 x 224, and would leave 8 x 8 of an image of 32 x 32.
+
+    Raises:
+        NotOnThisMachine: torchvision is not installed.
+    """
+    models = shared.import_torchvision().models
+    model: nn.Module = models.get_model(name, weights=None, num_classes=CLASSES)
+    model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    model.maxpool = nn.Identity()
+    return model
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Trains ResNet-18 or ResNet-34 on CIFAR-10, or marks one step of the training for a profiler.
 
-request.py has its flags, data.py reads images, step.py is the training step, loop.py the epochs,
-checkpoints.py what is saved, proof.py the gate.
+request.py has its flags, data.py the images, step.py the training step, loop.py the epochs,
+checkpoints.py what is saved, gate.py the check that the right network was trained.
 """
 
 import sys

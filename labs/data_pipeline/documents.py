@@ -11,8 +11,7 @@ from labs.data_pipeline.measure_rung import LAB
 from workshop import labs, tables
 from workshop.labs import LabRow, LabRun
 from workshop.show import lab_table
-from workshop.tables import escape, number
-from workshop.tables import markdown_rows as table
+from workshop.tables import Line, Table, escape, number
 
 README = Path(__file__).with_name("README.md")
 COMMAND = "python measure_pipeline.py --steps all"
@@ -38,8 +37,8 @@ def _block(rows: Sequence[LabRow]) -> str:
 
 def _table(rows: Sequence[LabRow]) -> str:
     lines = [
-        [escape(row.label), number(row.units_per_s, ",.0f"), number(row.step_ms, ",.2f"),
-         escape(lab_table.speedup_text(row)), row.verdict]
+        Line([row.label, number(row.units_per_s, ",.0f"), number(row.step_ms, ",.2f"),
+         lab_table.speedup_text(row), row.verdict])
         for row in rows
     ]  # fmt: skip
-    return table(_HEADER, lines, (0, 4))
+    return tables.markdown_body(Table("", _HEADER, lines, left=(0, 4)))

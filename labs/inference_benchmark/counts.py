@@ -6,9 +6,8 @@ if it ran alone: a compiler that joins layers moves fewer. A layer is a module w
 an operation that runs outside of those, as a residual addition does; views move nothing.
 """
 
-import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,13 +50,10 @@ class Counts:
     layers: tuple[Layer, ...]
     parameters: int
 
-    def bytes(self, batch_size: int, element_bytes: int) -> float:
-        """Bytes that all layers move for a batch, each alone."""
-        return sum(layer.bytes(batch_size, element_bytes) for layer in self.layers)
-
     def intensity(self, batch_size: int, element_bytes: int) -> float:
-        """FLOP for each byte, of a whole batch."""
-        return self.flops * batch_size / self.bytes(batch_size, element_bytes)
+        """FLOP for each byte that the layers move, each alone, of a whole batch."""
+        moved = sum(layer.bytes(batch_size, element_bytes) for layer in self.layers)
+        return self.flops * batch_size / moved
 
 
 @torch.no_grad()
@@ -66,9 +62,15 @@ def count(model: nn.Module, image: Tensor) -> Counts:
     computed: shapes are enough."""
     model, image = copy.deepcopy(model).to("meta").eval(), image.to("meta")
     counter = FlopCounterMode(display=False)
-    with _no_fast_path(), counter, _Layers(model, counter) as found:
-        model(image)
-        flops = float(counter.get_total_flops())
+    fast = torch.backends.mha.get_fastpath_enabled()
+    # A transformer layer's fast path is one operation, which no counter knows.
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with counter, _Layers(model, counter) as found:
+            model(image)
+            flops = float(counter.get_total_flops())
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
     return Counts(flops, tuple(found.layers), sum(p.numel() for p in model.parameters()))
 
 
@@ -97,16 +99,12 @@ class _Layers(TorchDispatchMode):
             self._add(name, type(module).__name__, moved, weights)
             self._inside = False
 
-        def enter(*_: object) -> None:
-            self._callers.append(name)
-
-        def leave(*_: object) -> None:
-            self._callers.pop()
-
-        is_unit = isinstance(module, _UNITS) or next(module.children(), None) is None
-        first, last = (before, after) if is_unit else (enter, leave)
-        module.register_forward_pre_hook(first)
-        module.register_forward_hook(last)
+        if isinstance(module, _UNITS) or next(module.children(), None) is None:
+            module.register_forward_pre_hook(before)
+            module.register_forward_hook(after)
+        else:
+            module.register_forward_pre_hook(lambda *_: self._callers.append(name))
+            module.register_forward_hook(lambda *_: self._callers.remove(name))
 
     def __torch_dispatch__(
         self,
@@ -115,10 +113,10 @@ class _Layers(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if self._inside:
-            return func(*args, **(kwargs or {}))
-        self._start = self._counter.get_total_flops()
+        self._start = self._start if self._inside else self._counter.get_total_flops()
         result = func(*args, **(kwargs or {}))
+        if self._inside:
+            return result
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         places = {_storage(tensor) for tensor in inputs}
         if func._schema.is_mutable or any(_storage(out) not in places for out in outputs):
@@ -143,14 +141,3 @@ def _elements(tensors: Sequence[Tensor]) -> int:
 def _storage(tensor: Tensor) -> int:
     """Number that a tensor and its views have in common; on the meta device as well."""
     return tensor.untyped_storage()._cdata
-
-
-@contextlib.contextmanager
-def _no_fast_path() -> Iterator[None]:
-    """Otherwise a transformer's layer is one operation in inference, which no counter knows."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)

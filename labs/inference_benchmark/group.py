@@ -3,7 +3,6 @@
 import argparse
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -47,41 +46,42 @@ def find(arguments: argparse.Namespace) -> Group:
         WorkshopError: the rank is outside the group, the batch smaller than it, or there is another
             number of GPUs.
     """
-    ids = device_ids(arguments.device_ids)
+    ids = _device_ids(arguments.device_ids)
+    rank, world_size = arguments.rank, arguments.world_size
     if all(name in os.environ for name in TORCHRUN):
-        rank, local_rank, world_size = (int(os.environ[name]) for name in TORCHRUN)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        group = Group(rank, local_rank, world_size, gpus=_own(ids, local_rank, here))
+        own, local_rank, size = (int(os.environ[name]) for name in TORCHRUN)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        group = Group(own, local_rank, size, gpus=_own(ids, local_rank, here))
     elif arguments.distributed_dataparallel:
-        rank, world_size = arguments.rank, arguments.world_size
         # A single number is this process's own: a list can't tell which machine it is of.
-        own = ids if len(ids) == 1 else _own(ids, rank, world_size)
-        group = Group(rank, rank, world_size, arguments.dist_url, own)
+        gpus = ids if len(ids) == 1 else _own(ids, rank, world_size)
+        group = Group(rank, rank, world_size, arguments.dist_url, gpus)
     elif arguments.dataparallel:
         group = Group(gpus=ids or tuple(range(torch.cuda.device_count())))
     else:
         group = Group(gpus=_own(ids, 0, 1))
-    if not 0 <= group.rank < group.world_size:
-        raise WorkshopError(f"--rank {group.rank}: it must lie between 0 and --world-size")
-    if (arguments.rank, arguments.world_size) not in ((0, 1), (group.rank, group.world_size)):
-        raise WorkshopError(
-            f"--rank {arguments.rank} --world-size {arguments.world_size}: they go with "
-            "--distributed_dataparallel; torchrun has its own"
-        )
-    if arguments.dataparallel and (group.world_size > 1 or len(group.gpus) < 2):
-        raise WorkshopError(
-            "--dataparallel is for one process and needs two GPUs or more: those of --device_ids, "
-            "or all"
-        )
-    if arguments.batch_size < group.world_size:
-        raise WorkshopError(
-            f"--batch-size {arguments.batch_size}: it is the batch of all {group.world_size} "
-            "processes together, so that each needs an image of its own"
-        )
+    faults = {
+        f"--rank {group.rank}: it must lie between 0 and --world-size": (
+            not 0 <= group.rank < group.world_size
+        ),
+        f"--rank {rank} --world-size {world_size}: they go with --distributed_dataparallel; "
+        "torchrun has its own": (rank, world_size) not in (
+            (0, 1), (group.rank, group.world_size)
+        ),
+        "--dataparallel is for one process and needs two GPUs or more: those of --device_ids, or "
+        "all": arguments.dataparallel and (group.world_size > 1 or len(group.gpus) < 2),
+        f"--batch-size {arguments.batch_size}: it is the batch of all {group.world_size} processes "
+        "together, so that each needs an image of its own": (
+            arguments.batch_size < group.world_size
+        ),
+    }  # fmt: skip
+    for sentence, found in faults.items():
+        if found:
+            raise WorkshopError(sentence)
     return group
 
 
-def device_ids(text: str | None) -> tuple[int, ...]:
+def _device_ids(text: str | None) -> tuple[int, ...]:
     """The GPUs of `--device_ids 0,1`; raises WorkshopError for other text, a GPU that is there
     twice, and one that this machine does not have."""
     words = [word.strip() for word in (text or "").split(",") if word.strip()]
@@ -90,8 +90,7 @@ def device_ids(text: str | None) -> tuple[int, ...]:
     ids = tuple(map(int, words))
     if len(set(ids)) < len(ids):
         raise WorkshopError(f"--device_ids {text:.40}: it has a GPU twice")
-    if ids and max(ids) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
+    if ids and max(ids) >= (count := torch.cuda.device_count()):
         raise WorkshopError(
             f"--device_ids {text:.40}: PyTorch sees {count} GPUs on this machine, numbered from 0"
         )
@@ -129,13 +128,13 @@ def join(group: Group, device: torch.device, backend: str | None) -> None:
     """Raises WorkshopError if the processes can't meet at --dist-url."""
     if group.world_size == 1:
         return
-    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-    if group.method == TORCHRUN_METHOD:
-        dist.init_process_group(backend)
-        return
+    by_hand = {} if group.method == TORCHRUN_METHOD else {
+        "init_method": group.method, "rank": group.rank, "world_size": group.world_size
+    }  # fmt: skip
     try:
         dist.init_process_group(
-            backend, init_method=group.method, rank=group.rank, world_size=group.world_size
+            backend or ("nccl" if device.type == "cuda" else "gloo"),
+            **by_hand,  # type: ignore[arg-type]
         )
     except (RuntimeError, ValueError) as error:
         raise WorkshopError(f"--dist-url {group.method}: no group ({error!s:.100})") from None
@@ -146,34 +145,16 @@ def leave(group: Group) -> None:
         dist.destroy_process_group()
 
 
-def meet(group: Group) -> None:
-    """Waits for all processes."""
-    if group.world_size > 1:
-        dist.barrier()
-
-
-def of_first(group: Group, value: str) -> str:
-    """The first process's value, for all of them."""
-    values = [value]
-    if group.world_size > 1:
-        dist.broadcast_object_list(values)
-    return values[0]
-
-
-def wrapper(group: Group, device: torch.device) -> Callable[[nn.Module], nn.Module]:
-    """Makes a network for training one of a group's replicas."""
-
-    def wrap(model: nn.Module) -> nn.Module:
-        if group.world_size == 1:
-            return model
-        ids = [device.index] if device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(model, device_ids=ids)
-
-    return wrap
+def replica(group: Group, device: torch.device, model: nn.Module) -> nn.Module:
+    """The network for training as one of a group's replicas."""
+    if group.world_size == 1:
+        return model
+    ids = [device.index] if device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(model, device_ids=ids)
 
 
 def of_all(group: Group, value: T) -> list[T]:
-    """The values of all processes, by rank."""
+    """The values of all processes, by rank; waits for all of them."""
     if group.world_size == 1:
         return [value]
     gathered: list[T] = [value] * group.world_size

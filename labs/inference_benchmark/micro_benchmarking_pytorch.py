@@ -1,7 +1,7 @@
 """Benchmarks vision networks: throughput, latency and memory, of inference or training.
 
-request.py has its flags, modes.py what makes a network fast, measure.py the clock, proof.py what
-shows that the timed iterations did the work.
+request.py has its flags, modes.py what makes a network fast, measure.py the clock, gate.py the
+check that the timed iterations did the work.
 """
 
 import sys
@@ -22,17 +22,15 @@ from workshop.arguments import parse
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark from the command line; returns the exit status."""
     arguments = parse(request.build_parser(), argv)
-    several = arguments.compare or arguments.ladder or arguments.find_max_batch
+    work = single.run
     if arguments.profile_steps:
-        from labs.inference_benchmark import watched
+        from labs.inference_benchmark import profiling
 
-        work = watched.run
-    elif several or arguments.network == "all":
+        work = profiling.run
+    elif request.is_study(arguments):
         from labs.inference_benchmark import studies
 
         work = studies.run
-    else:
-        work = single.run
     return errors.exit_status(
         lambda: work(arguments), interrupted="interrupted before an iteration was complete"
     )

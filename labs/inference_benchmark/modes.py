@@ -1,10 +1,9 @@
-"""The benchmark's switches: arithmetic, layout, folding, compiler, graph, export.
+"""How a network runs: arithmetic, layout, folding, compiler, graph, export.
 
-A `Variant` says how a network runs; `inference_step` and `training_step` make a step of it that
-reads static tensors, as a server's or a captured graph's does.
+`inference_step` and `Training.step` make a step of a `Variant` that reads static tensors, as a
+server's or a captured graph's does.
 """
 
-import ast
 import contextlib
 import copy
 import tempfile
@@ -23,8 +22,6 @@ from workshop.run.markers import Range
 from workshop.run.precision import PRECISIONS, supported
 from workshop.run.trainer import missing_for_compile
 
-MEANT = {"static-memory": "triton.cudagraphs", "matmul-padding": "shape_padding"}
-"""Names of options in early texts on torch.compile, and what they are called."""
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 WARM_UP_BEFORE_CAPTURE = 3
 RANK_STRIDE = 1000
@@ -55,16 +52,17 @@ class Variant:
 
     @property
     def label(self) -> str:
-        words = [self.peer] if self.peer else []
-        words.append(self.precision + (" autocast" if self.autocast else ""))
-        words += ["channels-last"] if self.channels_last else []
-        words += ["folded norms"] if self.fold else []
-        words += ["fused ReLUs"] if self.fuse else []
-        if self.compile is not None:
-            words.append(f"compile {_compile_words(self.compile)}".rstrip())
-        words += ["AOTInductor"] if self.export else []
-        words += ["graph"] if self.cuda_graph else []
-        return ", ".join(words)
+        words = {
+            self.peer: self.peer,
+            self.precision + (" autocast" if self.autocast else ""): True,
+            "channels-last": self.channels_last,
+            "folded norms": self.fold,
+            "fused ReLUs": self.fuse,
+            _compile_words(self.compile or {}): self.compile is not None,
+            "AOTInductor": self.export,
+            "graph": self.cuda_graph,
+        }
+        return ", ".join(word for word, on in words.items() if on)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,7 +78,7 @@ class Variant:
         return context.get("mode") in GRAPH_MODES or bool(options.get("triton.cudagraphs"))
 
     def plain(self) -> "Variant":
-        """As users run that precision without another thought."""
+        """Eager mode at the same precision, with all else off."""
         return Variant(self.precision, self.autocast)
 
     def layout(self) -> torch.memory_format:
@@ -93,9 +91,10 @@ class Variant:
 
 
 def _compile_words(context: Mapping[str, Any]) -> str:
-    words = [str(context.get("mode", ""))]
+    words = ["compile", str(context.get("mode", ""))]
     words += [f"{name}={value}" for name, value in (context.get("options") or {}).items()]
-    return " ".join([*words, "fullgraph"] if context.get("fullgraph") else words).strip()
+    words += ["fullgraph"] * bool(context.get("fullgraph"))
+    return " ".join(filter(None, words))
 
 
 @dataclass
@@ -130,61 +129,29 @@ class Setting:
         return self.batch_size * len(self.parts) / sum(self.parts)
 
 
-# --- arguments -----------------------------------------------------------------------------------
-
-
-def parse_context(text: str) -> dict[str, Any]:
-    """torch.compile's arguments from `--compileContext`, a Python literal. 'True' and 'False' may
-    be texts, and options may have the names of MEANT.
-
-    Raises:
-        WorkshopError: no dict, or an argument, mode or option that torch.compile does not know.
-    """
-    try:
-        given = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        given = None
-    if not isinstance(given, dict):
-        raise WorkshopError(
-            f"--compileContext {text!r:.60}: give a dict, as in \"{{'mode': 'max-autotune'}}\""
-        )
-    context: dict[str, Any] = {str(name): _truth(value) for name, value in given.items()}
-    if isinstance(options := context.get("options"), dict):
-        context["options"] = {
-            MEANT.get(name, str(name).replace("-", "_")): _truth(value)
-            for name, value in options.items()
-        }
-    try:
-        torch.compile(lambda: None, **context)  # compiles nothing yet
-    except (RuntimeError, TypeError, AttributeError) as error:
-        raise WorkshopError(f"--compileContext: {error!s:.160}") from None
-    return context
-
-
-def _truth(value: object) -> object:
-    return {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
-
-
 def check(variant: Variant, device: torch.device, *, training: bool) -> None:
     """Raises WorkshopError for a variant that can't run on this device or in this mode."""
     check_precision(variant.precision, device)
-    compiled = variant.compile is not None or variant.export
-    missing = missing_for_compile(device) if compiled else None
-    if missing:
-        raise WorkshopError(f"--compile and --export need {missing}; install it")
-    if variant.compile is not None and variant.export:
-        raise WorkshopError("--export aoti compiles ahead of time: leave out --compile")
-    if variant.cuda_graph and device.type == "cpu":
-        raise WorkshopError("--cuda-graph needs a GPU")
-    if variant.cuda_graph and variant.captures_itself:
-        raise WorkshopError(
-            "--cuda-graph: torch.compile captures graphs of its own in this mode; leave one out"
-        )
-    if training and (variant.fold or variant.fuse or variant.export):
-        raise WorkshopError("--fold-norms, --fuse-relus and --export are for --mode inference")
+    compiled = variant.compile is not None
+    missing = missing_for_compile(device) if compiled or variant.export else None
+    faults = {
+        f"--compile and --export need {missing}; install it": missing,
+        "--export aoti compiles ahead of time: leave out --compile": compiled and variant.export,
+        "--cuda-graph needs a GPU": variant.cuda_graph and device.type == "cpu",
+        "--cuda-graph: torch.compile captures graphs of its own in this mode; leave one out": (
+            variant.cuda_graph and variant.captures_itself
+        ),
+        "--fold-norms, --fuse-relus, --export and --cuda-graph are for --mode inference": (
+            training and (variant.fold or variant.fuse or variant.export or variant.cuda_graph)
+        ),
+    }
+    for sentence, found in faults.items():
+        if found:
+            raise WorkshopError(sentence)
 
 
 def check_precision(name: str, device: torch.device) -> None:
+    """Raises WorkshopError for a precision that the device does not have."""
     if name == "fp16" and device.type == "cpu":
         if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
             raise WorkshopError(
@@ -222,13 +189,31 @@ def inference_step(
     model: nn.Module, variant: Variant, images: Tensor, device: torch.device
 ) -> InferenceStep:
     """A step of a prepared network on static images; a compiler begins at its first call."""
-    run = _runnable(model, variant, images, device)
+    run: Callable[[Tensor], Any] = model
+    if variant.export:
+        run = _exported(model, variant, images)
+    elif variant.compile is not None:
+        from torch._inductor import config
+
+        # Frozen weights may be laid out anew for their kernels. Peers don't freeze theirs.
+        config.freezing = not variant.peer
+        run = torch.compile(model, **variant.compile)
 
     def step() -> Tensor:
         with torch.no_grad(), variant.context(device):
             return logits(run(images))
 
     return step
+
+
+def _exported(model: nn.Module, variant: Variant, images: Tensor) -> Callable[[Tensor], Any]:
+    with torch.no_grad(), variant.context(images.device):
+        program = torch.export.export(model, (images,))
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "network.pt2"))
+        torch._inductor.aoti_compile_and_package(program, package_path=path)
+        loaded: Callable[[Tensor], Any] = torch._inductor.aoti_load_package(path)
+    return loaded
 
 
 def captured(step: InferenceStep, device: torch.device) -> InferenceStep:
@@ -248,31 +233,6 @@ def captured(step: InferenceStep, device: torch.device) -> InferenceStep:
         return output
 
     return replay
-
-
-def _runnable(
-    model: nn.Module, variant: Variant, images: Tensor, device: torch.device
-) -> Callable[[Tensor], Any]:
-    if variant.export:
-        return _exported(model, variant, images)
-    if variant.compile is None:
-        return model
-    # Frozen weights may be laid out anew for the kernels that read them. Peers don't freeze theirs.
-    import torch._inductor.config
-
-    torch._inductor.config.freezing = not variant.peer
-    compiled: Callable[[Tensor], Any] = torch.compile(model, **variant.compile)
-    return compiled
-
-
-def _exported(model: nn.Module, variant: Variant, images: Tensor) -> Callable[[Tensor], Any]:
-    with torch.no_grad(), variant.context(images.device):
-        program = torch.export.export(model, (images,))
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder, "network.pt2"))
-        torch._inductor.aoti_compile_and_package(program, package_path=path)
-        loaded: Callable[[Tensor], Any] = torch._inductor.aoti_load_package(path)
-    return loaded
 
 
 # --- training ------------------------------------------------------------------------------------

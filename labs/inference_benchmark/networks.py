@@ -1,4 +1,4 @@
-"""The networks of the benchmark: their names, what they take, what they give, their losses.
+"""The networks of the benchmark: their names, inputs, outputs and losses.
 
 Weights are random, from a seed. The batch norms' statistics are taken from random images, since
 with those of a fresh network (mean 0, variance 1) activations double from block to block and
@@ -7,6 +7,7 @@ overflow fp16 after fifty of them.
 
 import contextlib
 import difflib
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,10 +37,10 @@ ALIASES = {
 }
 """Other names for torchvision's."""
 ELSEWHERE = {
-    "xception": ("timm", "legacy_xception"),
-    "shufflenet": ("pytorchcv", "shufflenet_g3_w1"),
+    "xception": ("timm", "create_model", "legacy_xception"),
+    "shufflenet": ("pytorchcv.model_provider", "get_model", "shufflenet_g3_w1"),
 }
-"""Networks that torchvision does not have: the package, and the name there."""
+"""Networks that torchvision does not have: the module, its function, and the name there."""
 
 NAMES = tuple(
     "alexnet densenet121 densenet161 densenet169 densenet201 googlenet inception_v3"
@@ -141,7 +142,10 @@ def get_network(name: str) -> Network:
     return Network(true_name, lambda: build(**arguments), edge, true_name in segmentation)
 
 
-def _of_package(name: str, package: str, true_name: str) -> Callable[[], nn.Module]:
+def _of_package(
+    name: str, module_name: str, function: str, true_name: str
+) -> Callable[[], nn.Module]:
+    package = module_name.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         raise NotOnThisMachine(
             f"--network {name} needs the package {package}: pip install {package}"
@@ -149,17 +153,33 @@ def _of_package(name: str, package: str, true_name: str) -> Callable[[], nn.Modu
 
     def build() -> nn.Module:
         shared.import_torchvision()  # timm imports it
-        if package == "timm":
-            import timm
-
-            model: nn.Module = timm.create_model(true_name)
-        else:
-            from pytorchcv.model_provider import get_model
-
-            model = get_model(true_name)
+        module = importlib.import_module(module_name)
+        model: nn.Module = getattr(module, function)(true_name)
         return model
 
     return build
+
+
+def timm_network(name: str, ours: nn.Module) -> nn.Module:
+    """timm's network with our network's weights, in fp32 on the same device, for inference.
+
+    Raises:
+        WorkshopError: timm has no network of that name, or its weights have other names or shapes.
+    """
+    shared.import_torchvision()  # timm imports it
+    import timm
+
+    if not timm.is_model(name):
+        raise WorkshopError(f"--peer timm: timm has no network {name}; it has resnet50")
+    theirs: nn.Module = timm.create_model(name)
+    try:
+        theirs.load_state_dict(ours.state_dict())
+    except RuntimeError:
+        raise WorkshopError(
+            f"--peer timm: {name}'s weights have other names or shapes in timm; take a ResNet or a "
+            "DenseNet"
+        ) from None
+    return theirs.to(next(ours.parameters()).device).eval()
 
 
 def build(network: Network, seed: int, device: torch.device) -> nn.Module:
@@ -176,23 +196,28 @@ def build(network: Network, seed: int, device: torch.device) -> nn.Module:
         # fp16 is off by a tenth, an EfficientNet-B7 overflows.
         last.weight.data.mul_(len(last_norms) ** -0.5)
     images = network.images(CALIBRATION_IMAGES, seed + 2).to(device)
+    model.eval()
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    with torch.no_grad(), run_once(), _averaging(norms):
-        model.eval()
-        for norm in norms:  # the norms alone: dropped branches and scaled ones are not averaged
-            norm.train()
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:  # the norms alone: dropped branches and scaled ones are not averaged
+        norm.train()
+        norm.momentum = 1.0  # the statistics become those of these images
+    with torch.no_grad(), run_once():
         model(images)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+        if norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.zero_()
     return model.eval()
 
 
 def without_chance(model: nn.Module) -> nn.Module:
-    """The network itself, with dropout and its like switched off."""
+    """The network itself, with dropout and stochastic depth switched off."""
     for module in model.modules():
+        names = ["drop_rate", "dropout_p"]
         if "Drop" in type(module).__name__ or "StochasticDepth" in type(module).__name__:
-            for name in ("p", "drop_prob"):
-                if isinstance(getattr(module, name, None), float):
-                    setattr(module, name, 0.0)
-        for name in ("drop_rate", "dropout_p"):
+            names += ["p", "drop_prob"]
+        for name in names:
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     return model
@@ -210,7 +235,7 @@ def _norm_of_branch(block: nn.Module) -> nn.BatchNorm2d | None:
 
 @contextlib.contextmanager
 def run_once() -> Iterator[None]:
-    """In the block convolutions take the first algorithm that does: to try all of them takes
+    """In the block convolutions take the first algorithm that works: to try all of them takes
     seconds, which a network that runs once does not give back."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
@@ -218,18 +243,3 @@ def run_once() -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.benchmark = before
-
-
-@contextlib.contextmanager
-def _averaging(norms: list[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
-    """The batch norms' statistics become those of what they see in the block."""
-    before = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.momentum = 1.0
-    try:
-        yield
-    finally:
-        for norm, momentum in zip(norms, before, strict=True):
-            norm.momentum = momentum
-            if norm.num_batches_tracked is not None:
-                norm.num_batches_tracked.zero_()

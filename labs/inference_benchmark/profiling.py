@@ -1,24 +1,36 @@
-"""Profilers of a run, after the timed iterations, which they would slow."""
+"""Profilers of a run: tables, a trace and counts of operations after the timed iterations, which
+they would slow; and the run that the scripts' profilers watch, without clock and gate."""
 
+import argparse
 import contextlib
 import dataclasses
 import io
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from labs.inference_benchmark import measure
+from labs.inference_benchmark import measure, networks, request, show, single
 from labs.inference_benchmark.group import Group
-from labs.inference_benchmark.measure import Bench
+from labs.inference_benchmark.measure import Bench, Inference, Learning
+from labs.inference_benchmark.modes import Setting
 from labs.inference_benchmark.show import RULE, Say
 from workshop import records, results
+from workshop.arguments import parse
+from workshop.labs import LabRun
+from workshop.profilers import profile_run
+from workshop.profilers.profile_run import Plan, Prepare
+from workshop.profilers.programs import Program
 from workshop.profilers.runner_files import RUN_FILE
-from workshop.run import timing
+from workshop.profilers.table import STEP
+from workshop.run import markers, timing, trainer
 from workshop.run.timing import StepClock
 
 ITERATIONS = 5
@@ -26,6 +38,12 @@ ITERATIONS = 5
 WAIT, WARM_UP, ACTIVE = 1, 2, 2
 """Iterations of a trace: skipped, run to warm the profiler up, recorded."""
 ROWS, NAME_WIDTH = 10, 36
+_OF_THE_RUNNER = {
+    "output_dir": "--output-dir",
+    "profile_steps": "--steps",
+    "iterations": "--steps",
+}
+_Run = Callable[[markers.Range], object]
 
 
 def _activities(bench: Bench) -> list[ProfilerActivity]:
@@ -73,36 +91,30 @@ def trace(bench: Bench, folder: Path, group: Group, say: Say) -> None:
                 profiler.step()
     with results.atomic_path(path) as temporary:
         profiler.export_chrome_trace(str(temporary))
-    if group.is_first:
-        _save_record(bench, place / RUN_FILE)
+    if group.is_first:  # `advise` reads the record of this process's part with the trace
+        batch = bench.setting.batch_size
+        flops = (bench.run.flops_per_step or 0.0) * batch / bench.run.units_per_step
+        changes = {"status": "profiled", "units_per_step": batch, "step_ms": []}
+        record = dataclasses.replace(bench.run, flops_per_step=flops, **changes)  # type: ignore[arg-type]
+        records.write(record, place / RUN_FILE)
     say(f"Trace: python -m workshop.profilers show {path}")
-
-
-def _save_record(bench: Bench, path: Path) -> None:
-    """Writes the record that `advise` reads with a trace: the part of this process."""
-    run, batch = bench.run, bench.setting.batch_size
-    flops = (run.flops_per_step or 0.0) * batch / run.units_per_step
-    record = dataclasses.replace(
-        run, status="profiled", units_per_step=batch, flops_per_step=flops, step_ms=[]
-    )
-    records.write(record, path)
 
 
 # --- operations ----------------------------------------------------------------------------------
 
 
-def flops(bench: Bench, step: int, group: Group, say: Say, training: bool) -> None:
+def flops(bench: Bench, step: int, group: Group, say: Say) -> None:
     """Operations, parameters and times of each layer of the whole batch, by PyTorch's counter in
     the layout of DeepSpeed's profiler; then by that one where it is installed.
 
     The network runs operation by operation here: no profiler sees into a compiled one.
     """
-    device, batch = bench.setting.device, bench.setting.batch_size
-    images = bench.setting.network.images(batch, bench.setting.seed).to(device)
+    setting = bench.setting
+    images = setting.network.images(setting.batch_size, setting.seed).to(setting.device)
     latencies = _latencies(bench.model, images)
     for line in (RULE, "FLOPS Profiler Output (PyTorch's counter):", RULE):
         say(line)
-    for line in _report(bench, step, group, latencies, training):
+    for line in _report(bench, step, group, latencies):
         say(line)
     try:
         from deepspeed.profiling.flops_profiler import FlopsProfiler
@@ -111,31 +123,23 @@ def flops(bench: Bench, step: int, group: Group, say: Say, training: bool) -> No
         why = "is not installed" if missing else f"can't be imported: {error!r:.100}"
         say(f"DeepSpeed {why}")
         return
-    for line in (RULE, "DeepSpeed FLOPS Profiler Output:", RULE):
-        say(line)
-    for line in _deepspeed(FlopsProfiler(bench.model), bench.model, images, step):
-        say(line)
-
-
-def _deepspeed(profiler: Any, model: nn.Module, images: torch.Tensor, step: int) -> list[str]:
-    """The lines that it prints."""
+    profiler = FlopsProfiler(bench.model)
     profiler.start_profile()
     with torch.no_grad():
-        model.eval()(images)
+        bench.model.eval()(images)
     profiler.stop_profile()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         profiler.print_model_profile(profile_step=step)
     profiler.end_profile()
-    return printed.getvalue().splitlines()
+    title = (RULE, "DeepSpeed FLOPS Profiler Output:", RULE)
+    for line in (*title, *printed.getvalue().splitlines()):
+        say(line)
 
 
-def _report(
-    bench: Bench, step: int, group: Group, latencies: dict[str, float], training: bool
-) -> Iterator[str]:
+def _report(bench: Bench, step: int, group: Group, latencies: dict[str, float]) -> Iterator[str]:
     """DeepSpeed's lines, which the guide's commands search for."""
     batch, counted = bench.setting.batch_size, bench.counts
     total, whole_ms = counted.flops * batch, latencies[""]
-    rate = total / whole_ms * 1e3
     yield f"Profile Summary at step {step}:"
     pairs = {
         "world size": str(group.world_size),
@@ -144,13 +148,14 @@ def _report(
         "fwd MACs per GPU": f"{_si(total / 2)}MACs",
         "fwd FLOPs per GPU": f"{_si(total)}FLOPs",
         "fwd latency": f"{whole_ms:.2f} ms",
-        "fwd FLOPS per GPU = fwd FLOPs per GPU / fwd latency": f"{_si(rate)}FLOPS",
+        "fwd FLOPS per GPU = fwd FLOPs per GPU / fwd latency": (
+            f"{_si(total / whole_ms * 1e3)}FLOPS"
+        ),
     }
     if bench.run.gate.status == "pass":
-        ms = timing.median(bench.run.step_ms)
-        what = "fwd+bwd" if training else "fwd"
-        flops = total * (3 if training else 1)
-        pairs[f"{what} FLOPS of the timed iterations"] = f"{_si(flops / ms * 1e3)}FLOPS"
+        rate = total * (3 if bench.training else 1) / timing.median(bench.run.step_ms) * 1e3
+        what = "fwd+bwd" if bench.training else "fwd"
+        pairs[f"{what} FLOPS of the timed iterations"] = f"{_si(rate)}FLOPS"
     for name, value in pairs.items():
         yield f"{name + ':':<58}{value}"
     yield ""
@@ -175,44 +180,34 @@ def _report(
 def _latencies(model: nn.Module, images: torch.Tensor) -> dict[str, float]:
     """Milliseconds of each module's forward pass, and under "" of the whole network's, which runs
     without the marks; the second of two passes."""
-    device = images.device
-    clock = StepClock(device)
+    clock, marks = StepClock(images.device), itertools.count()
+    starts: dict[str, int] = {}
     spans: dict[str, tuple[int, int]] = {}
-    marks = 0
 
     def mark() -> int:
-        nonlocal marks
         clock.mark()
-        marks += 1
-        return marks - 1
+        return next(marks)
 
-    def watch(name: str, module: nn.Module) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        start = 0
-
+    def watch(name: str, module: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
         def before(*_: object) -> None:
-            nonlocal start
-            start = mark()
+            starts[name] = mark()
 
         def after(*_: object) -> None:
-            spans[name] = (start, mark())
+            spans[name] = (starts[name], mark())
 
-        yield module.register_forward_pre_hook(before)
-        yield module.register_forward_hook(after)
+        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
     model.eval()
     for _ in range(2):
         first = mark()
         model(images)
         whole = (first, mark())
-    with contextlib.ExitStack() as stack:
-        for name, module in model.named_modules():
-            for handle in watch(name, module) if name else ():
-                stack.callback(handle.remove)
-        model(images)
+    handles = [watch(name, module) for name, module in model.named_modules() if name]
+    model(images)
+    for handle in itertools.chain(*handles):
+        handle.remove()
     clock.durations_ms()  # waits
-    return {"": clock.between_ms(*whole)} | {
-        name: clock.between_ms(*span) for name, span in spans.items()
-    }
+    return {name: clock.between_ms(*span) for name, span in {"": whole, **spans}.items()}
 
 
 def _si(number: float) -> str:
@@ -221,3 +216,104 @@ def _si(number: float) -> str:
         return "0 "
     power = min(4, max(0, int(math.log10(number) // 3)))
     return f"{number / 1000**power:.2f} {['', 'K', 'M', 'G', 'T'][power]}"
+
+
+# --- what the scripts' profilers watch -----------------------------------------------------------
+
+
+@dataclass
+class Watched:
+    """A network after its warm-up; profile_run.Watched."""
+
+    bench: Bench
+    _run: _Run
+    _run_eagerly: _Run
+    _range: markers.Range
+
+    @property
+    def device(self) -> torch.device:
+        return self.bench.setting.device
+
+    @property
+    def record(self) -> LabRun:
+        return self.bench.run
+
+    def step(self) -> None:
+        with self._range(STEP):
+            self._run(self._range)
+
+    def eager_step(self) -> None:
+        with self._range(STEP):
+            self._run_eagerly(self._range)
+
+    def wait(self) -> None:
+        measure.wait(self.device)
+
+    def layer_ranges(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def save_record(self, folder: Path) -> Path:
+        return records.write(self.record, folder / RUN_FILE)
+
+    def verdict(self) -> str:
+        return "what it computes was not compared: the benchmark does that, without --profile-steps"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`--profile-steps N`; the exit status."""
+    steps, folder, device = arguments.profile_steps, arguments.output_dir, request.check(arguments)
+    if folder == request.OUTPUT_DIR:
+        folder = results.DEFAULT_FOLDER / "profiles" / request.LAB / "steps"
+    with trainer.memory_failure_as(partial(single.too_large, arguments)):
+        results.prepare_folder(folder)
+        watched = prepare(arguments, device, markers.for_vendor_tools(device))
+        return profile_run.watch(watched, steps, arguments.warmup_iterations, folder)
+
+
+def plan(program: Program, flags: list[str], steps: int) -> Plan[Prepare]:
+    """As profile_run.plan."""
+    parser = request.build_parser()
+    parser.prog = program.path.name
+    usual = {name: parser.get_default(name) for name in _OF_THE_RUNNER}
+    parser.set_defaults(**dict.fromkeys(_OF_THE_RUNNER))
+    arguments = parse(parser, flags)
+    profile_run.refuse_flags(arguments, _OF_THE_RUNNER)
+    vars(arguments).update(usual, profile_steps=steps)
+    device = request.check(arguments)
+
+    def within_memory(work: Callable[[], int]) -> int:
+        with trainer.memory_failure_as(partial(single.too_large, arguments)):
+            return work()
+
+    return Plan(within_memory, lambda: partial(prepare, arguments, device))
+
+
+def prepare(arguments: argparse.Namespace, device: torch.device, range_: markers.Range) -> Watched:
+    """Builds the network, captures what is captured, runs the warm-up; prints the configuration
+    first."""
+    network, variant = networks.get_network(arguments.network), request.variant_of(arguments)
+    setting = Setting(network, device, arguments.batch_size, arguments.seed)
+    if variant.cuda_graph:  # Proton would count a replay's kernels with those of the profile
+        arguments.warmup_iterations = 0
+    record = single.new_run(arguments, network, variant, device)
+    record.status = "profiled"
+    record.options["num_steps"] = arguments.profile_steps
+    show.configuration(print, arguments, setting, variant, Group())
+    training = arguments.mode == "training"
+    bench = measure.make_bench(setting, variant, record, training)
+    work = (Learning if training else Inference)(setting, variant, bench.model)
+    if isinstance(work, Inference):
+        work.capture()
+    index = itertools.count()
+
+    def run(range_: markers.Range) -> None:
+        work(next(index), range_)
+
+    def run_eagerly(range_: markers.Range) -> None:
+        plain = dataclasses.replace(variant, cuda_graph=False)
+        Inference(setting, plain, bench.model)(0, range_)
+
+    for _ in range(arguments.warmup_iterations):
+        run(nullcontext)
+    measure.wait(device)
+    return Watched(bench, run, run_eagerly if variant.cuda_graph else run, range_)

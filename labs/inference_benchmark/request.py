@@ -1,19 +1,29 @@
-"""The benchmark's command line."""
+"""The benchmark's command line: its flags, and which of them go together."""
 
 import argparse
+import ast
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from labs import shared
-from labs.inference_benchmark import networks
-from workshop import results
+from labs.inference_benchmark import group as groups
+from labs.inference_benchmark import modes, networks
+from labs.inference_benchmark.modes import Variant
+from workshop import errors, results
 from workshop.arguments import count
+from workshop.errors import WorkshopError
 
 LAB = "inference_benchmark"
 OUTPUT_DIR = results.DEFAULT_FOLDER / LAB
+ALL = "all"
+"""As a name: each of the benchmark's networks."""
 COMPARISONS = ("precision", "compile", "memory-format", "batch-size", "peers")
 PEERS = ("torch", "timm")
+MEANT = {"static-memory": "triton.cudagraphs", "matmul-padding": "shape_padding"}
+"""Names of options in early texts on torch.compile, and what they are called."""
 DESCRIPTION = """\
 Benchmarks vision networks: throughput, latency and memory, of inference or training.
 
@@ -40,9 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     number = partial(add, type=count, metavar="N")
     add("--network", required=True, metavar="NAME", help="see below; all: a table of all of them")
-    number(
-        "--batch-size", default=64, help="images an iteration, of all GPUs together (default 64)"
-    )
+    number("--batch-size", default=64, help="images of all GPUs together (default 64)")
     number("--iterations", default=20, help="timed ones (default 20)")
     number("--warmup-iterations", default=5, help="not timed, before them (default 5)")
     add("--mode", choices=("inference", "training"), default="inference", help="default inference")
@@ -56,120 +64,216 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def of_single_run(arguments: argparse.Namespace) -> list[str]:
-    """The given flags that neither a study nor a profiler's script takes."""
-    flags = {
-        "--autograd-profiler": arguments.autograd_profiler,
-        "--autograd_profiler": arguments.ranges,
-        "--kineto": arguments.kineto,
-        "--flops-prof-step": arguments.flops_prof_step,
-        "--distributed_dataparallel": arguments.distributed_dataparallel,
-        "--dataparallel": arguments.dataparallel,
-        "--peer": arguments.peer,
-    }
-    return [flag for flag, value in flags.items() if value]
-
-
 def _add_speed(add: Add) -> None:
     switch = partial(add, action="store_true")
-    add(
-        "--precision",
-        choices=("fp32", "tf32", "bf16", "fp16"),
-        help="of weights and images; in training of the operations (default fp32)",
-    )
+    precisions = ("fp32", "tf32", "bf16", "fp16")
+    add("--precision", choices=precisions,
+        help="of weights and images; in training of the operations (default fp32)")  # fmt: skip
     add("--fp16", type=int, choices=(0, 1), default=0, help="1: as --precision fp16 (default 0)")
     switch("--compile", help="compile with torch.compile")
-    add(
-        "--compileContext",
-        dest="compile_context",
-        metavar="DICT",
-        help="torch.compile's arguments, as in \"{'mode': 'max-autotune', 'fullgraph': 'True'}\"",
-    )
+    add("--compileContext", dest="compile_context", metavar="DICT", help="torch.compile's "
+        "arguments, as in \"{'mode': 'max-autotune', 'fullgraph': 'True'}\"")  # fmt: skip
     switch("--channels-last", help="images and weights as NHWC")
     switch("--fold-norms", help="batch norms become part of the convolutions")
-    switch(
-        "--fuse-relus",
-        help="a convolution, a residual sum and a ReLU become one kernel, with --fold-norms",
-    )
-    add(
-        "--cuda-graph",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="capture the whole network in a graph",
-    )
+    switch("--fuse-relus", help="a convolution, a residual sum and a ReLU become one kernel, with "
+           "--fold-norms")  # fmt: skip
+    add("--cuda-graph", action=argparse.BooleanOptionalAction, default=False,
+        help="capture the whole network in a graph")  # fmt: skip
     add("--export", choices=("aoti",), help="compile ahead of time, by AOTInductor")
-    add(
-        "--peer",
-        choices=PEERS,
-        default="",
-        help="a peer's way of running it, for comparison: torch.compile as it is, timm's network "
-        "and loop",
-    )
+    add("--peer", choices=PEERS, default="", help="a peer's way of running it, for comparison: "
+        "torch.compile as it is, timm's network and loop")  # fmt: skip
 
 
 def _add_profilers(add: Add) -> None:
     switch = partial(add, action="store_true")
-    switch(
-        "--autograd-profiler",
-        help="tables of operations by CPU time, GPU time and memory, from torch.profiler",
-    )
-    switch(
-        "--autograd_profiler",
-        dest="ranges",
-        help="with _: a ROCTX or NVTX range around each timed iteration, for rocprofv3 or nsys; no "
-        "profiler of PyTorch is started",
-    )
+    switch("--autograd-profiler", help="tables of operations by CPU time, GPU time and memory")
+    switch("--autograd_profiler", dest="ranges", help="with _: a ROCTX or NVTX range around each "
+           "timed iteration, for rocprofv3 or nsys; no profiler of PyTorch is started")  # fmt: skip
     switch("--kineto", help="write a trace of torch.profiler, one a rank")
-    add(
-        "--flops-prof-step",
-        type=int,
-        default=0,
-        metavar="N",
-        help="operations and times of each layer, at iteration N (default 0: not)",
-    )
-    add(
-        "--profile-steps",
-        type=count,
-        metavar="N",
-        help="for the run_* scripts' profilers: after the warm-up run N iterations in marker "
-        "ranges, with no proof and no clock; what was profiled goes to OUTPUT_DIR/run.json "
-        f"(default there: results/profiles/{LAB}/steps)",
-    )
+    add("--flops-prof-step", type=int, default=0, metavar="N",
+        help="operations and times of each layer, at iteration N (default 0: not)")  # fmt: skip
+    add("--profile-steps", type=count, metavar="N", help="for the run_* scripts' profilers: after "
+        "the warm-up run N iterations in marker ranges, with no gate and no clock; what was "
+        "profiled goes to OUTPUT_DIR/run.jsonl (default there: "
+        f"results/profiles/{LAB}/steps)")  # fmt: skip
 
 
 def _add_studies(add: Add) -> None:
     switch = partial(add, action="store_true")
-    add(
-        "--compare",
-        choices=COMPARISONS,
-        help="run its variants in alternating processes; compile with --compile: eager mode and "
-        "that alone",
-    )
+    add("--compare", choices=COMPARISONS, help="run its variants in alternating processes; "
+        "compile with --compile: eager mode and that alone")  # fmt: skip
     switch("--ladder", help="from fp32 in eager mode to the fastest, one change at a time")
     switch("--find-max-batch", help="the largest batch that fits in memory")
     shared.add_repeats(add)
-    switch(
-        "--resume",
-        help="go on with the newest session of the same batch, precision, mode, software and "
-        "device in --output-dir, and keep the networks that are complete; of --network all",
-    )
-    add("--candidate", action="store_true", help=argparse.SUPPRESS)  # of a study
+    switch("--resume", help="go on with the newest session of the same batch, precision, mode, "
+           "software and device in --output-dir, and keep the networks that are complete; of "
+           "--network all")  # fmt: skip
+    switch("--candidate", help=argparse.SUPPRESS)  # of a study
 
 
 def _add_processes(add: Add) -> None:
-    switch = partial(add, action="store_true")
-    switch(
-        "--distributed_dataparallel",
-        help="join a group of processes by --rank, --world-size and --dist-url",
-    )
+    switch, url = partial(add, action="store_true"), "tcp://127.0.0.1:29500"
+    switch("--distributed_dataparallel",
+           help="join a group of processes by --rank, --world-size and --dist-url")  # fmt: skip
     switch("--dataparallel", help="one process drives all GPUs of --device_ids")
     add("--device_ids", metavar="0,1", help="GPUs, by number")
     add("--rank", type=int, default=0, metavar="N", help="this process's number (default 0)")
     add("--world-size", type=count, default=1, metavar="N", help="all processes (default 1)")
     add("--dist-backend", choices=("nccl", "gloo"), help="default: nccl on GPUs, else gloo")
-    add(
-        "--dist-url",
-        default="tcp://127.0.0.1:29500",
-        metavar="URL",
-        help="where rank 0 listens (default tcp://127.0.0.1:29500)",
+    add("--dist-url", default=url, metavar="URL", help=f"where rank 0 listens (default {url})")
+
+
+# --- what was asked for --------------------------------------------------------------------------
+
+
+def is_study(arguments: argparse.Namespace) -> bool:
+    several = arguments.compare or arguments.ladder or arguments.find_max_batch
+    return bool(several or arguments.network == ALL)
+
+
+def variant_of(arguments: argparse.Namespace) -> Variant:
+    """Raises WorkshopError for flags that contradict each other."""
+    if arguments.fp16 and arguments.precision not in (None, "fp16"):
+        raise WorkshopError(f"--fp16 1 and --precision {arguments.precision}: give one of them")
+    precision = "fp16" if arguments.fp16 else arguments.precision or "fp32"
+    if arguments.compile_context is not None and not arguments.compile:
+        raise WorkshopError("--compileContext goes with --compile")
+    compiled = arguments.compile
+    return Variant(
+        precision=precision,
+        # Training keeps fp32 weights at every precision.
+        autocast=arguments.mode == "training" and precision in ("bf16", "fp16"),
+        channels_last=arguments.channels_last,
+        fold=arguments.fold_norms,
+        fuse=arguments.fuse_relus,
+        compile=parse_context(arguments.compile_context or "{}") if compiled else None,
+        cuda_graph=arguments.cuda_graph,
+        export=arguments.export == "aoti",
+        peer=arguments.peer,
     )
+
+
+def parse_context(text: str) -> dict[str, Any]:
+    """torch.compile's arguments from `--compileContext`, a Python literal. 'True' and 'False' may
+    be texts, and options may have the names of MEANT.
+
+    Raises:
+        WorkshopError: no dict, or an argument, mode or option that torch.compile does not know.
+    """
+
+    def truth(value: Any) -> Any:
+        return {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
+
+    try:
+        context = {str(name): truth(value) for name, value in ast.literal_eval(text).items()}
+    except (ValueError, SyntaxError, MemoryError, RecursionError, AttributeError):
+        example = "give a dict, as in \"{'mode': 'max-autotune'}\""
+        raise WorkshopError(f"--compileContext {text!r:.60}: {example}") from None
+    if isinstance(options := context.get("options"), dict):
+        context["options"] = {
+            MEANT.get(name, str(name).replace("-", "_")): truth(value)
+            for name, value in options.items()
+        }
+    try:
+        torch.compile(lambda: None, **context)  # compiles nothing yet
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise WorkshopError(f"--compileContext: {error!s:.160}") from None
+    return context
+
+
+def check(arguments: argparse.Namespace) -> torch.device:
+    """The device of a single run, a study or a profile.
+
+    Raises:
+        WorkshopError: flags that do not go together, or that can't run on this device.
+        NotOnThisMachine: a peer's package is missing.
+    """
+    group, variant, step = groups.find(arguments), variant_of(arguments), arguments.flops_prof_step
+    if arguments.network != ALL:
+        networks.get_network(arguments.network)
+    eager = variant.compile is None and not variant.cuda_graph and not variant.export
+    training, studies = arguments.mode == "training", arguments.compare or arguments.ladder
+    rules = {
+        "--dataparallel runs in eager mode: use torchrun, a process a GPU": (
+            arguments.dataparallel and not eager
+        ),
+        f"--flops-prof-step {step}: it must be smaller than --iterations {arguments.iterations}, "
+        "which counts from 0": step < 0 or (step and arguments.iterations <= step),
+        "--jobs is for --network all, --compare and --ladder of inference": (
+            arguments.jobs > 1 and (training or not (studies or arguments.network == ALL))
+        ),
+        "--resume is for --network all": arguments.resume and arguments.network != ALL,
+        f"--seed {arguments.seed}: it must lie between 0 and 2^62": (
+            not 0 <= arguments.seed < 2**62
+        ),
+    }
+    _refuse([sentence for sentence, broken in rules.items() if broken])
+    _refuse(_not_several(arguments, group.world_size) if _is_several(arguments) else [])
+    if variant.peer:
+        _refuse(_not_of_a_peer(arguments, variant, group.world_size))
+        errors.require(variant.peer)
+    device = groups.device_of(group, arguments.device)
+    modes.check(variant, device, training=training)
+    return device
+
+
+def _refuse(sentences: list[str]) -> None:
+    if sentences:
+        raise WorkshopError(sentences[0])
+
+
+def _is_several(arguments: argparse.Namespace) -> bool:
+    return is_study(arguments) or bool(arguments.profile_steps)
+
+
+def _not_several(arguments: argparse.Namespace, world_size: int) -> list[str]:
+    """What a study, or a profile, does not do."""
+    studies = {
+        "--network all": arguments.network == ALL,
+        "--compare": arguments.compare,
+        "--ladder": arguments.ladder,
+        "--find-max-batch": arguments.find_max_batch,
+    }
+    of_one_run = {
+        "--autograd-profiler": arguments.autograd_profiler,
+        "--autograd_profiler": arguments.ranges,
+        "--kineto": arguments.kineto,
+        "--flops-prof-step": arguments.flops_prof_step,
+        "--dataparallel": arguments.dataparallel,
+        "--peer": arguments.peer,
+        "several processes": world_size > 1 or arguments.distributed_dataparallel,
+    }
+    what = "a profiler" if arguments.profile_steps else "a study"
+    refused = of_one_run | (studies if arguments.profile_steps else {})
+    found = [f"{flag} does not go with {what}: leave it out"
+             for flag, given in refused.items() if given]  # fmt: skip
+    given = [study for study, asked in studies.items() if asked]
+    if len(given) > 1:
+        found.append(f"{' and '.join(given)}: one at a time")
+    if arguments.mode == "training" and (
+        arguments.ladder or arguments.network == ALL or arguments.compare == "peers"
+    ):
+        found.append("--network all, --ladder and --compare peers are for --mode inference")
+    own = ("precision", "compile", "channels_last", "fold_norms", "fuse_relus", "cuda_graph")
+    if arguments.ladder or arguments.network == ALL:
+        found += [
+            f"--{name.replace('_', '-')}: leave it out, {given[0]} has variants of its own"
+            for name in (*own, "export")
+            if getattr(arguments, name)
+        ]
+    return found
+
+
+def _not_of_a_peer(arguments: argparse.Namespace, variant: Variant, world_size: int) -> list[str]:
+    refused = {
+        "--mode training": arguments.mode == "training",
+        "--fold-norms": variant.fold,
+        "--cuda-graph": variant.cuda_graph,
+        "--export": variant.export,
+        "--flops-prof-step": arguments.flops_prof_step,
+        "--dataparallel": arguments.dataparallel,
+        "several processes": world_size > 1,
+    }
+    given = ", ".join(name for name, value in refused.items() if value)
+    plain = f"--peer {variant.peer} is plain inference in one process: leave out {given}"
+    return [plain] if given else []

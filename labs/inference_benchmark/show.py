@@ -1,13 +1,13 @@
 """Output of a run: its settings, its iterations, its summary."""
 
 import argparse
-import math
+import statistics
 from collections.abc import Callable
 
 import torch
 
 from labs.inference_benchmark.group import Group
-from labs.inference_benchmark.measure import Bench, Measured
+from labs.inference_benchmark.measure import Bench
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop.labs import LabRun, percentile
 from workshop.run import hardware, timing
@@ -50,43 +50,29 @@ def configuration(
     say(f"Warming up ({arguments.warmup_iterations} iterations) ...")
 
 
-def iterations(say: Say, measured: Measured) -> None:
-    warmups = len(measured.warmup_ms)
-    for i, ms in enumerate(measured.warmup_ms):
-        say(f"Warmup iteration {i}: {_loss(measured.losses[i])}Time = {ms / 1e3:.4f} seconds")
-    say("Warmup complete.")
+def iterations(say: Say, bench: Bench) -> None:
+    lines = [("Warmup iteration", i, ms) for i, ms in enumerate(bench.warmup_ms)]
+    lines += [("Epoch", i, ms) for i, ms in enumerate(bench.run.step_ms)]
+    for (name, i, ms), loss in zip(lines, bench.run.losses, strict=False):
+        if (name, i) == ("Epoch", 0):
+            say("Warmup complete.")
+            say("")
+            say("Running timed iterations...")
+        known = "" if loss is None else f"Loss = {loss:.4f}, "
+        say(f"{name} {i}: {known}Time = {ms / 1e3:.4f} seconds")
     say("")
-    say("Running timed iterations...")
-    for i, ms in enumerate(measured.step_ms):
-        say(f"Epoch {i}: {_loss(measured.losses[warmups + i])}Time = {ms / 1e3:.4f} seconds")
-    say("")
 
 
-def _loss(loss: float) -> str:
-    return "" if math.isnan(loss) else f"Loss = {loss:.4f}, "
-
-
-def summary(say: Say, bench: Bench, measured: Measured, group: Group) -> None:
+def summary(say: Say, bench: Bench, group: Group) -> None:
     """The guide's lines, and what else the run has measured; of a run that failed only why."""
     run = bench.run
     say(RULE)
     say(f"Performance Summary{' (all processes)' if group.world_size > 1 else ''}:")
     say(RULE)
-    for line in (*_identity(run, bench, measured, group), "", *_proof(run)):
-        say(line)
-    if run.gate.status == "pass":
-        for line in ("", *_speed(run, group), "", *_memory(run), "", *_work(run, bench)):
-            say(line)
-    for sentence in run.plausibility:
-        say(sentence)
-    say(RULE)
-
-
-def _identity(run: LabRun, bench: Bench, measured: Measured, group: Group) -> list[str]:
     lines = [
         f"Network: {bench.setting.network.name}",
         f"Batch size: {run.units_per_step}",
-        f"Iterations: {len(measured.step_ms)} (excluding warmup)",
+        f"Iterations: {len(run.step_ms)} (excluding warmup)",
         f"Precision: {bench.variant.precision.upper()}",
     ]
     if group.world_size > 1:
@@ -95,10 +81,14 @@ def _identity(run: LabRun, bench: Bench, measured: Measured, group: Group) -> li
             f"Local batch size: {bench.setting.batch_size}",
             f"World size: {group.world_size}",
         ]
-    return lines
+    lines += ["", *_gate(run)]
+    if run.gate.status == "pass":
+        lines += ["", *_speed(run, group), "", *_memory(run), "", *_work(run)]
+    for line in (*lines, *run.plausibility, RULE):
+        say(line)
 
 
-def _proof(run: LabRun) -> list[str]:
+def _gate(run: LabRun) -> list[str]:
     closest = run.gate.closest()
     words = f"Gate: {run.gate.status}"
     if closest is not None:
@@ -115,8 +105,8 @@ def _proof(run: LabRun) -> list[str]:
 
 def _speed(run: LabRun, group: Group) -> list[str]:
     ordered = sorted(run.step_ms)
-    mean = sum(ordered) / len(ordered)
-    deviation = math.sqrt(sum((ms - mean) ** 2 for ms in ordered) / max(1, len(ordered) - 1))
+    mean = statistics.fmean(ordered)
+    deviation = statistics.stdev(ordered) if len(ordered) > 1 else 0.0
     p50, p90, p99 = timing.median(ordered), percentile(ordered, 0.9), percentile(ordered, 0.99)
     per_s = run.units_per_step / p50 * 1e3
     whole = " (global)" if group.world_size > 1 else ""
@@ -148,22 +138,21 @@ def _speed(run: LabRun, group: Group) -> list[str]:
 
 
 def _memory(run: LabRun) -> list[str]:
-    peak = run.memory_mb["peak"]
-    parts = {
-        name: amount
+    peak = float(run.memory_mb["peak"])
+    words = ", ".join(
+        f"{name.replace('_', ' ')} {amount:,.0f}"
         for name, amount in run.memory_mb.items()
         if name not in ("peak", "source", "reserved") and amount
-    }
-    words = ", ".join(f"{name.replace('_', ' ')} {amount:,.0f}" for name, amount in parts.items())
+    )
     per_s = run.units_per_step / timing.median(run.step_ms) * 1e3 / run.processes
     where = "GPU " if run.device["type"] == "cuda" else ""
     return [
         f"{where}Memory Usage: {peak:,.0f} MB at its peak ({words})",
-        f"Images per second per GB: {per_s / float(peak) * 1e3:,.1f}",
+        f"Images per second per GB: {per_s / peak * 1e3:,.1f}",
     ]
 
 
-def _work(run: LabRun, bench: Bench) -> list[str]:
+def _work(run: LabRun) -> list[str]:
     flops = run.flops_per_step or 0.0
     rate = flops / timing.median(run.step_ms) / 1e9
     lines = [

@@ -2,79 +2,48 @@
 
 import argparse
 import gc
-import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from labs import shared
-from labs.inference_benchmark import group as groups
 from labs.inference_benchmark import measure, modes, networks, request, single
+from labs.inference_benchmark.measure import Inference, Learning, Work
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop import errors, labs, records, results, tables
 from workshop.errors import WorkshopError
 from workshop.judge import studies
 from workshop.labs import LabRow, LabRun
-from workshop.run import hardware, memory, timing, trainer
+from workshop.run import hardware, memory, trainer
 from workshop.run.precision import set_arithmetic
 from workshop.show import lab_table
 
 PROGRAM = Path(__file__).with_name("micro_benchmarking_pytorch.py")
 GPU_BATCHES, CPU_BATCHES = (8, 32, 128, 256), (1, 4, 16)
 MOST_IMAGES = 2**17
-ALL = "all"
-"""As a name: each of the benchmark's networks."""
 Flags = tuple[str, ...]
 """The program's flags for one variant."""
-_OF_A_VARIANT = (
-    *("precision", "compile", "channels_last", "fold_norms", "fuse_relus"),
-    *("cuda_graph", "export"),
-)
 FREE_SHARE = 0.9
 """The share of a CPU's free memory that a batch may take: beyond it the system ends the process."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Does the study that was asked for; its exit status."""
-    _refuse(arguments)
-    device = groups.device_of(groups.find(arguments), arguments.device)
+    device = request.check(arguments)
     arguments.device = str(device)  # for the processes of the study
-    if arguments.network == ALL:
-        arguments.study = "all networks"
-        errors.require("rich")
-        return _all_networks(arguments, device)
-    networks.get_network(arguments.network)
-    single.check(arguments, single.variant_of(arguments), device)
     if arguments.find_max_batch:
         return _find_max_batch(arguments, device)
     errors.require("rich")
+    if arguments.network == request.ALL:
+        arguments.study = "all networks"
+        return _all_networks(arguments, device)
     arguments.study = f"compare {arguments.compare}" if arguments.compare else "ladder"
-    plans = ladder(device) if arguments.ladder else compared(arguments, device)
-    return _alternate(plans, arguments)
-
-
-def _refuse(arguments: argparse.Namespace) -> None:
-    """Raises WorkshopError for flags that a study would pass over."""
-    everything = arguments.network == ALL
-    wanted = [everything, arguments.compare, arguments.ladder, arguments.find_max_batch]
-    if sum(map(bool, wanted)) > 1 or "RANK" in os.environ:
-        raise WorkshopError(
-            "--network all, --compare, --ladder, --find-max-batch: one at a time, and no torchrun"
-        )
-    for flag in request.of_single_run(arguments):
-        raise WorkshopError(f"{flag} is for a single run: leave it out of a study")
-    if everything or arguments.ladder:
-        if arguments.mode == "training":
-            raise WorkshopError("--network all and --ladder are for --mode inference")
-        given = [name for name in _OF_A_VARIANT if getattr(arguments, name)]
-        if given:
-            raise WorkshopError(
-                f"--{given[0].replace('_', '-')}: leave it out, --network all and --ladder have "
-                "variants of their own"
-            )
+    variants = ladder(device) if arguments.ladder else compared(arguments, device)
+    return _alternate(variants, arguments)
 
 
 # --- what is compared ----------------------------------------------------------------------------
@@ -82,58 +51,60 @@ def _refuse(arguments: argparse.Namespace) -> None:
 
 def compared(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
     """The variants of --compare, the baseline first; the other flags hold for all of them."""
-    if arguments.compare == "peers":
-        return peers(arguments, device)
     common = _speed_flags(arguments, without=arguments.compare)
     on_gpu = device.type == "cuda"
+    variants: list[Flags] = []
+    if arguments.compare == "peers":
+        return peers(single_precision(arguments), device)
     if arguments.compare == "precision":
         names = [name for name in ("fp32", "tf32", "bf16", "fp16") if _has(name, device)]
-        return [(*common, "--precision", name) for name in names]
-    if arguments.compare == "memory-format":
-        return [common, (*common, "--channels-last")]
-    if arguments.compare == "batch-size":
+        variants = [("--precision", name) for name in names]
+    elif arguments.compare == "memory-format":
+        variants = [(), ("--channels-last",)]
+    elif arguments.compare == "batch-size":
         batches = GPU_BATCHES if on_gpu else CPU_BATCHES
-        return [(*common, "--batch-size", str(batch)) for batch in batches]
-    if arguments.compile:
-        return [common, (*common, *_compile_flags(arguments))]
-    # On a CPU reduce-overhead is the default mode.
-    names = ["", "reduce-overhead", "max-autotune"] if on_gpu else ["", "max-autotune"]
-    contexts = [("--compileContext", f"{{'mode': '{name}'}}") if name else () for name in names]
-    return [common, *((*common, "--compile", *context) for context in contexts)]
+        variants = [("--batch-size", str(batch)) for batch in batches]
+    elif arguments.compile:
+        variants = [(), _compile_flags(arguments)]
+    else:  # on a CPU reduce-overhead is the default mode
+        modes_ = ["reduce-overhead", "max-autotune"] if on_gpu else ["max-autotune"]
+        contexts = [("--compileContext", f"{{'mode': '{mode}'}}") for mode in modes_]
+        variants = [(), ("--compile",), *(("--compile", *context) for context in contexts)]
+    return [(*common, *flags) for flags in variants]
 
 
-def peers(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
+def single_precision(arguments: argparse.Namespace) -> Flags:
+    return ("--precision", request.variant_of(arguments).precision)
+
+
+def peers(precision: Flags, device: torch.device) -> list[Flags]:
     """At one precision: plain, the peers as their users run them for speed, and ours."""
-    if arguments.mode == "training":
-        raise WorkshopError("--compare peers is for --mode inference")
-    common = ("--precision", single.variant_of(arguments).precision)
     graphs = ("--compileContext", "{'mode': 'reduce-overhead'}") if device.type == "cuda" else ()
     torch_, timm = (("--peer", peer, "--channels-last") for peer in request.PEERS)
     compiled = ("--compile", *graphs)
-    theirs: list[Flags] = [(*torch_, *compiled), timm, (*timm, *compiled)]
+    theirs = [(*torch_, *compiled), timm, (*timm, *compiled)]
     # The last one of two --precision counts.
-    theirs.append(fastest(device))
-    return [common, *((*flags, *common) for flags in theirs)]
+    return [precision, *((*flags, *precision) for flags in [*theirs, fastest(device)])]
 
 
 def ladder(device: torch.device) -> list[Flags]:
     """From fp32 in eager mode, one change at a time; each rung keeps those before it."""
-    on_gpu, half = device.type == "cuda", _half(device)
-    rungs: list[Flags] = [()]
-    kept: Flags
-    if _has("tf32", device):
-        rungs.append(("--precision", "tf32"))
-    rungs.append(kept := ("--precision", half))
-    rungs.append(kept := (*kept, "--channels-last"))
-    rungs.append(kept := (*kept, "--fold-norms"))
-    rungs.append((*kept, "--fuse-relus"))
-    rungs.append((*kept, "--fuse-relus", "--compile"))
-    graph = ("--cuda-graph",) if on_gpu else ()
-    if on_gpu:
-        rungs.append((*kept, "--fuse-relus", "--compile", *graph))
-    # AOTInductor does not know the fused operator.
-    rungs.append((*kept, "--export", "aoti", *graph))
-    return rungs
+    graph = ("--cuda-graph",) if device.type == "cuda" else ()
+    half = ("--precision", _half(device))
+    folded = (*half, "--channels-last", "--fold-norms")
+    fused = (*folded, "--fuse-relus")
+    compiled = (*fused, "--compile")
+    return [
+        (),
+        *([("--precision", "tf32")] if _has("tf32", device) else []),
+        half,
+        (*half, "--channels-last"),
+        folded,
+        fused,
+        compiled,
+        *([(*compiled, *graph)] if graph else []),
+        (*folded, "--export", "aoti", *graph),  # which does not know the fused operator
+    ]
 
 
 def fastest(device: torch.device) -> Flags:
@@ -157,38 +128,44 @@ def _compile_flags(arguments: argparse.Namespace) -> Flags:
     return ("--compile", "--compileContext", arguments.compile_context or "{}")
 
 
-def _speed_flags(arguments: argparse.Namespace, without: str) -> tuple[str, ...]:
+def _speed_flags(arguments: argparse.Namespace, without: str) -> Flags:
     """The flags that hold for all variants: those given, but for the one that is compared."""
-    flags: list[str] = []
-    if without != "precision":
-        flags += ["--precision", single.variant_of(arguments).precision]
-    if without != "memory-format" and arguments.channels_last:
-        flags.append("--channels-last")
-    if without != "compile" and arguments.compile:
-        flags += _compile_flags(arguments)
-    for name in ("fold_norms", "fuse_relus", "cuda_graph"):
-        if getattr(arguments, name):
-            flags.append(f"--{name.replace('_', '-')}")
-    if arguments.export:
-        flags += ["--export", arguments.export]
-    return tuple(flags)
+    flags = {
+        "precision": single_precision(arguments),
+        "memory-format": ("--channels-last",) * arguments.channels_last,
+        "compile": _compile_flags(arguments) if arguments.compile else (),
+        "fold": ("--fold-norms",) * arguments.fold_norms,
+        "fuse": ("--fuse-relus",) * arguments.fuse_relus,
+        "graph": ("--cuda-graph",) * arguments.cuda_graph,
+        "export": ("--export", arguments.export) if arguments.export else (),
+    }
+    return tuple(word for name, words in flags.items() if name != without for word in words)
 
 
 # --- alternating processes -----------------------------------------------------------------------
 
 
-def _alternate(plans: list[Flags], arguments: argparse.Namespace) -> int:
+def _alternate(variants: list[Flags], arguments: argparse.Namespace) -> int:
     folder = results.prepare_folder(arguments.output_dir)
     session, common = results.new_session(), _common_flags(arguments)
-    baseline = single.planned([*common, *plans[0]], arguments.study, session)[0].variant
+    baseline = single.planned([*common, *variants[0]], arguments.study, session)[0].variant
 
     def plan(flags: Flags, repeat: int) -> studies.Plan:
         return _plan([*common, *flags], arguments, session, baseline)
 
-    measured = shared.alternating(plans, arguments.repeats, plan, arguments.jobs)
+    measured = shared.alternating(variants, arguments.repeats, plan, arguments.jobs)
     runs, interrupted = shared.told(measured, _outcome)
     rows = labs.build_rows(runs)
-    _write(rows, folder, _file_name(arguments, rows[0].first))
+    report = lab_table.of_labs([rows])
+    report.show("table")
+    name = folder / _file_name(arguments, rows[0].first)
+    markdown, json_ = (name.with_name(f"{name.name}.{end}") for end in ("md", "json"))
+    contents: dict[Path, results.Content] = {
+        markdown: tables.markdown(report.tables),
+        json_: results.json_text(report.as_json()),
+    }
+    results.write_together(contents)
+    print(f"Written: {markdown}, {json_}\nResult file: {records.path_in(folder, session)}")
     return shared.status_of(rows, interrupted)
 
 
@@ -205,9 +182,7 @@ def _file_name(arguments: argparse.Namespace, first: LabRun) -> str:
 
 
 def _outcome(run: LabRun) -> str:
-    if run.status == "complete":
-        return f"{timing.median(run.step_ms):.3f} ms an iteration; gate {run.gate.status}"
-    return run.failure
+    return shared.ms_and_gate(run, "an iteration") if run.status == "complete" else run.failure
 
 
 def _common_flags(arguments: argparse.Namespace) -> list[str]:
@@ -227,63 +202,51 @@ def _plan(
     return studies.Plan(command, [run], arguments.output_dir, check=check)
 
 
-def _write(rows: list[LabRow], folder: Path, name: str) -> None:
-    report = lab_table.of_labs([rows])
-    report.show("table")
-    results.write_together(
-        {
-            folder / f"{name}.md": tables.markdown(report.tables),
-            folder / f"{name}.json": results.json_text(report.as_json()),
-        }
-    )
-    print(f"Written: {', '.join(str(folder / f'{name}.{end}') for end in ('md', 'json'))}")
-    print(f"Result file: {records.path_in(folder, rows[0].first.session)}")
-
-
 # --- all networks --------------------------------------------------------------------------------
 
 
 def _all_networks(arguments: argparse.Namespace, device: torch.device) -> int:
     """Each network in half precision, as it is and as fast as it gets: a table, written anew after
-    each group of networks."""
+    each network."""
     folder = results.prepare_folder(arguments.output_dir)
-    plain: Flags = ("--precision", _half(device))
-    variants = (plain, fastest(device))
+    variants = (("--precision", _half(device)), fastest(device))
     names = _present(dict.fromkeys(networks.ALIASES.get(name, name) for name in networks.NAMES))
-    session = results.new_session()
-    runs: dict[str, list[LabRun]] = {}
+    session, runs = results.new_session(), dict[str, list[LabRun]]()
     if arguments.resume:
         session, runs = _resumed(arguments, device, folder, session)
         print(f"Session {session}: {len(runs)} networks are complete")
-    common = _common_flags(arguments)
-    first = [*common, *plain, "--network", names[0]]
-    baseline = single.planned(first, arguments.study, session)[0].variant
-    left = [name for name in names if name not in runs]
-    size = max(1, arguments.jobs // len(variants))
+    cases = [
+        [*_common_flags(arguments), *variant, "--network", name]
+        for name in names
+        if name not in runs
+        for variant in variants
+    ]
+    baseline = ""
+
+    def plan(flags: list[str], repeat: int) -> studies.Plan:
+        return _plan(flags, arguments, session, baseline)
+
+    if cases:
+        baseline = plan(cases[0], 0).planned[0].variant
+    plain: dict[str, LabRun] = {}
     try:
-        for start in range(0, len(left), size):
-            group = left[start : start + size]
-            plans = [(*flags, "--network", name) for name in group for flags in variants]
-            measured: dict[str, list[LabRun]] = {}
-            made = [_plan([*common, *plan], arguments, session, baseline) for plan in plans]
-            for plan, run in zip(plans, studies.in_turns(made, arguments.jobs), strict=True):
-                name = plan[-1]
-                measured.setdefault(name, []).append(run)
-                if len(measured[name]) == len(variants):
-                    runs[name] = measured[name]
-                    outcome = "; ".join(f"{run.variant}: {_outcome(run)}" for run in runs[name])
-                    print(f"{len(runs)}/{len(names)} {name}: {outcome}", flush=True)
+        for run in shared.alternating(cases, 1, plan, arguments.jobs):
+            name = str(run.options["network"])
+            if name not in plain:
+                plain[name] = run
+                continue
+            runs[name] = [plain[name], run]
+            outcome = "; ".join(f"{run.variant}: {_outcome(run)}" for run in runs[name])
+            print(f"{len(runs)}/{len(names)} {name}: {outcome}", flush=True)
             _write_all(names, runs, folder)
     except KeyboardInterrupt:
         if not runs:
             raise
-        _write_all(names, runs, folder)
         print("interrupted: the table holds what was completed; --resume", file=sys.stderr)
         return errors.INTERRUPTED
     tables.print_tables([_write_all(names, runs, folder)])
     print(f"Written: {folder / 'all_networks.md'}")
-    failed = any(row.failed for found in runs.values() for row in labs.build_rows(found))
-    return errors.ANSWER_IS_NO if failed else errors.DONE
+    return shared.status_of(labs.build_rows(run for found in runs.values() for run in found))
 
 
 def _present(names: Iterable[str]) -> list[str]:
@@ -303,8 +266,9 @@ def _resumed(
 ) -> tuple[str, dict[str, list[LabRun]]]:
     """The newest session of the same kind, or else the given one; its networks of which both runs
     are complete. The other runs are deleted: their networks run again."""
-    wanted = {"batch_size": arguments.batch_size, "mode": arguments.mode,
-              "precision": _half(device)}  # fmt: skip
+    wanted = {
+        "batch_size": arguments.batch_size, "mode": arguments.mode, "precision": _half(device)
+    }  # fmt: skip
     alike = [
         run
         for path in sorted(folder.glob("runs/*.jsonl"))
@@ -318,11 +282,11 @@ def _resumed(
         return session, {}
     session = max(run.session for run in alike)
     by_network: dict[str, list[LabRun]] = {}
-    for run in alike:
+    for run in sorted(alike, key=lambda run: run.options["compile"] is not None):
         if run.session == session:
             by_network.setdefault(str(run.options["network"]), []).append(run)
     complete = {
-        name: sorted(runs, key=lambda run: run.options["compile"] is not None)
+        name: runs
         for name, runs in by_network.items()
         if [run.status for run in runs] == ["complete", "complete"]
     }
@@ -334,16 +298,13 @@ def _resumed(
 
 
 def _write_all(names: list[str], runs: dict[str, list[LabRun]], folder: Path) -> tables.Table:
-    pairs: list[tuple[str, LabRow, LabRow]] = []
-    for name in (name for name in names if name in runs):
-        rows = sorted(labs.build_rows(runs[name]), key=lambda row: not row.is_baseline)
-        pairs.append((name, *rows))  # type: ignore[arg-type]
-    table = all_table(pairs)
+    pairs = [(name, *labs.build_rows(runs[name])) for name in names if name in runs]
+    table = all_table(pairs)  # type: ignore[arg-type]
     results.write_text(folder / "all_networks.md", tables.markdown([table]))
     return table
 
 
-def all_table(pairs: list[tuple[str, LabRow, LabRow]]) -> tables.Table:
+def all_table(pairs: Sequence[tuple[str, LabRow, LabRow]]) -> tables.Table:
     """A line for each network: plain, and as fast as it gets."""
     lines = []
     for name, plain, fast in pairs:
@@ -377,27 +338,28 @@ def largest(fits: Callable[[int], bool], most: int = MOST_IMAGES) -> int:
 
 
 def _find_max_batch(arguments: argparse.Namespace, device: torch.device) -> int:
-    variant = single.variant_of(arguments)
+    variant = request.variant_of(arguments)
     network = networks.get_network(arguments.network)
     training = arguments.mode == "training"
     set_arithmetic(variant.precision)
     model = networks.build(network, arguments.seed, device)
 
-    def try_batch(batch: int) -> bool:
+    def make(batch: int) -> Work:
         setting = Setting(network, device, batch, arguments.seed)
-        if estimated:
-            enough = needed(model, variant, setting, training) <= limit
-        else:
-            enough = _runs(model, variant, setting, training)
-        print(f"batch {batch:,}: {words[enough]}", flush=True)
-        return enough
+        return make_work(model, variant, setting, training)
 
     estimated = device.type == "cpu"
     words = ("does not fit", "fits")
     if estimated:
         words = ("should not fit (estimated)", "should fit (estimated)")
-    limit = FREE_SHARE * (hardware.free_memory_bytes(device) or 0)
-    needed = _Need()
+        limit = FREE_SHARE * (hardware.free_memory_bytes(device) or 0)
+        fixed, each = cpu_need(make, model, network.edge)
+
+    def try_batch(batch: int) -> bool:
+        enough = fixed + each * batch <= limit if estimated else runs_on_gpu(make, batch)
+        print(f"batch {batch:,}: {words[enough]}", flush=True)
+        return enough
+
     found = largest(try_batch)
     if not found:
         raise errors.OutOfMemory(f"{network.name}: a single image does not fit in memory")
@@ -405,41 +367,41 @@ def _find_max_batch(arguments: argparse.Namespace, device: torch.device) -> int:
     return errors.DONE
 
 
-def _runs(model: torch.nn.Module, variant: Variant, setting: Setting, training: bool) -> bool:
-    """Whether one iteration runs on a GPU; whatever it took is given back."""
+def make_work(model: nn.Module, variant: Variant, setting: Setting, training: bool) -> Work:
+    """Iterations as the benchmark runs them, on black images, to see what memory they take."""
+    if training:
+        return Learning(setting, variant, model, black=True)
+    work = Inference(setting, variant, model, black=True)
+    work.capture()
+    return work
+
+
+def runs_on_gpu(make: Callable[[int], Work], batch: int) -> bool:
+    """Whether an iteration runs; whatever it took is given back."""
     try:
         with trainer.memory_failure_as(lambda asked: errors.OutOfMemory(asked)):
-            measure.make_iteration(model, variant, setting, training)()
-            measure.wait(setting.device)
+            work = make(batch)
+            work(0)
+            measure.wait(work.inputs.batch.device)
         return True
     except errors.OutOfMemory:
         return False
     finally:
+        work = None  # type: ignore[assignment]
         torch._dynamo.reset()  # after eight shapes it would compile no more
         gc.collect()
         torch.cuda.empty_cache()
 
 
-class _Need:
-    """The bytes that a batch needs on a CPU: a straight line through the peaks of one and two
-    images, since a system without memory left ends the process."""
-
-    def __init__(self) -> None:
-        self._line: tuple[float, float] | None = None
-
-    def __call__(
-        self, model: torch.nn.Module, variant: Variant, setting: Setting, training: bool
-    ) -> float:
-        if self._line is None:
-            peaks = []
-            for batch in (2, 4):
-                few = Setting(setting.network, setting.device, batch, setting.seed)
-                # Made before it is measured: converting weights takes more than so few images.
-                iteration = measure.make_iteration(model, variant, few, training)
-                copies = 2 if training else 3
-                held = copies * batch * 4 * 3 * setting.network.edge**2  # images in fp32
-                peaks.append(memory.cpu_step_peak(iteration, lambda held=held: held))  # type: ignore[misc]
-            slope = (peaks[1] - peaks[0]) / 2
-            weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
-            self._line = (2 * weights + peaks[0] - 2 * slope, slope)
-        return self._line[0] + self._line[1] * setting.batch_size
+def cpu_need(make: Callable[[int], Work], model: nn.Module, edge: int) -> tuple[float, float]:
+    """The bytes that a batch needs on a CPU, fixed and for each image: a straight line through the
+    peaks of two and four images, since a system without memory left ends the process."""
+    peaks = []
+    for batch in (2, 4):
+        work = make(batch)  # not measured: converting weights takes more than so few images
+        copies = 2 if isinstance(work, Learning) else 3
+        held = copies * batch * 4 * 3 * edge**2  # images in fp32
+        peaks.append(memory.cpu_step_peak(lambda: work(0), lambda: held))  # noqa: B023
+    each = (peaks[1] - peaks[0]) / 2
+    weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
+    return 2 * weights + peaks[0] - 2 * each, each

@@ -1,18 +1,14 @@
 """The audit: did the processes of the timed run together train V1's model?
 
 The gate runs before the clock, on other batches. After the clock has stopped, the workshop's
-audit (workshop/gate/audit.py) looks at the training itself: the loss of every step, the movement of
-every weight, and AdamW's first moments, which are a mean of the last gradients. All strategies keep
-these moments; ZeRO releases the gradients in the update. Weights and moments are gathered under
-V1's names, and copies of a weight in several processes must be equal, bit by bit.
+audit (workshop/gate/audit.py) compares the training itself with V1's on the whole batches: the loss
+of every step, the movement of every weight, and AdamW's first moments, a mean of the last gradients
+(ZeRO releases the gradients in the update). V1 trains in the study's own process, or of a training
+alone in the first one, with a step of its own: in fp32, and for a lower precision also at that one,
+whose distance sets the tolerance. In a study's later repeats V1 trains at that precision alone.
 
-The reference is V1, which the study trains in its own process; of a training alone, the first
-process does. V1 trains on the whole batches, with a step of its own and without any of the group's
-functions: in fp32, and for a lower precision also at that one, whose distance sets the tolerance.
-In a study's later repeats, which have other batches, V1 trains at that precision alone. Where the
-whole batch does not fit, V1 passes fewer sequences at once and adds up their gradients. It needs 16
-bytes a parameter, for weights, gradients and moments, and room for one sequence: a run whose gate
-fits can be audited.
+V1 needs 16 bytes a parameter, for weights, gradients and moments, and room for one sequence: where
+the whole batch does not fit, it passes fewer at once and adds up their gradients.
 """
 
 import dataclasses
@@ -25,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from labs.scale_out import proof
+from labs.scale_out.gate import Gate, unequal_copies
 from labs.scale_out.request import Job
 from labs.scale_out.strategies import Strategy
 from workshop import versions
@@ -47,8 +43,7 @@ two true trainings are far apart."""
 
 @dataclass
 class Trained:
-    """The results of a training that its audit compares; without tensors but in the first
-    process."""
+    """The results of a training that its audit compares; only the first process has tensors."""
 
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -59,20 +54,20 @@ class Trained:
 
 def record(job: Job, strategy: Strategy) -> Trained:
     """Records a training that has just ended. All processes have to call it."""
-
-    def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        if not job.group.is_first:
-            return {}
-        return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-
-    weights = strategy.weights()
-    unequal = proof.unequal_copies("weight", weights)
-    return Trained(kept(weights), kept(strategy.mean_gradients()), unequal)
+    weights, gradients = strategy.weights(), strategy.mean_gradients()
+    unequal = unequal_copies("weight", weights)
+    if not job.group.is_first:
+        return Trained({}, {}, unequal)
+    kept = [
+        {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+        for tensors in (weights, gradients)
+    ]
+    return Trained(kept[0], kept[1], unequal)
 
 
 def setting_of(job: Job) -> Setting:
     """The setting that all processes train together."""
-    return candidate.setting_of(job.asked, job.asked.arguments.seed)
+    return candidate.setting_of(job.asked, job.arguments.seed)
 
 
 def show(setting: Setting, trained: Trained, *, seed: int) -> Shown:
@@ -116,7 +111,7 @@ class Round:
 class Check(turn.Check):
     """Compares what a group does with what V1 does in this process alone."""
 
-    def __init__(self, round_: Round, gate: proof.Gate | None, warmup: int | None = None) -> None:
+    def __init__(self, round_: Round, gate: Gate | None, warmup: int | None = None) -> None:
         """
         Args:
             warmup: the first steps, whose batches the group knows; all are known without it.

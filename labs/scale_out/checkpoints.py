@@ -7,6 +7,7 @@ finished: a folder without `.partial` is complete.
 """
 
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from labs.scale_out import group as groups
 from labs.scale_out.group import Group
+from labs.scale_out.request import Job
 from labs.scale_out.strategies import Strategy
 from workshop import results
 from workshop.errors import WorkshopError
@@ -30,8 +32,6 @@ _RECORD = "training.json"
 _PARTIAL = ".partial"
 _START = "start"
 """A file beside the checkpoints that identifies the launcher's start."""
-_SAME = ("version", "config")
-"""Settings that must be those of the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,42 @@ class Checkpoint:
     losses: list[float]
     """Losses of these steps, each of the whole batch."""
     settings: dict[str, Any]
+    """The settings on which the training's losses depend, except for roundings."""
+
+
+def start(job: Job, settings: dict[str, Any]) -> Checkpoint | None:
+    """The checkpoint to continue from, the same for all processes; None to start at the first step.
+
+    Raises:
+        WorkshopError: there is none, it does not fit, or it has all steps and this is no restart;
+            or the folder of a new training has checkpoints of another one.
+    """
+    arguments, folder, group = job.arguments, job.arguments.checkpoints, job.group
+    if not (arguments.resume or arguments.save_every):
+        return None
+    if arguments.save_every:
+        results.prepare_folder(folder, "--checkpoints")
+    note, newest = folder / _START, next(reversed(complete_ones(folder)), None)
+    # This training wrote them, and its launcher has started it again.
+    again = group.restarted and note.is_file() and note.read_text("utf-8") == group.start()
+    again, newest = groups.of_first((again, newest))
+    if newest is None and arguments.resume and not again:
+        raise WorkshopError(f"--resume: there is no complete checkpoint in --checkpoints {folder}")
+    if newest is not None and not (arguments.resume or again):
+        raise WorkshopError(
+            f"--checkpoints {folder} has {newest.name} of another training: go on from it with "
+            "--resume, or give another folder"
+        )
+    found = _read(newest, settings) if newest else None
+    steps = job.asked.schedule.steps
+    if found and found.steps >= steps and not again:
+        raise WorkshopError(
+            f"--resume: {found.folder} has {found.steps} steps, and --warmup-steps and "
+            f"--num-steps make {steps}: nothing is left to train; raise --num-steps"
+        )
+    if group.is_first and arguments.save_every:
+        results.write_text(note, group.start())
+    return found
 
 
 def complete_ones(folder: Path) -> list[Path]:
@@ -51,63 +87,30 @@ def complete_ones(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*") if path.suffix != _PARTIAL)
 
 
-def is_again(folder: Path, group: Group) -> bool:
-    """Whether this training wrote the folder's checkpoints, and was restarted by its launcher."""
-    note = folder / _START
-    return group.restarted and note.is_file() and note.read_text(encoding="utf-8") == group.start()
-
-
-def begin(folder: Path, group: Group) -> None:
-    """Notes to which training the folder's checkpoints belong."""
-    results.write_text(folder / _START, group.start())
-
-
-def refuse(folder: Path) -> None:
-    """Removes the note, so that a training that was refused is refused again after a restart."""
-    (folder / _START).unlink(missing_ok=True)
-
-
-def read(path: Path) -> Checkpoint:
-    """Reads a checkpoint's record.
+def _read(path: Path, settings: dict[str, Any]) -> Checkpoint:
+    """Reads a checkpoint's record; prints in which settings the training differs from it.
 
     Raises:
-        WorkshopError: it is not a checkpoint, or damaged.
+        WorkshopError: it is damaged, or of another model.
     """
-    record = path / _RECORD
-    content = results.read_json(record)
-    kinds = {"steps": int, "losses": list, "settings": dict}
-    for name, kind in kinds.items():
-        if not isinstance(content.get(name), kind):
-            raise WorkshopError(f"{record}: {name} is missing; give another checkpoint")
-    return Checkpoint(path, **{name: content[name] for name in kinds})
-
-
-def check(checkpoint: Checkpoint, settings: dict[str, Any]) -> list[str]:
-    """The differences from the training that was saved, as sentences.
-
-    Raises:
-        WorkshopError: it is of another model.
-    """
-    saved = checkpoint.settings
-    for name in _SAME:
-        if saved.get(name) != settings[name]:
+    content = results.read_json(path / _RECORD)
+    saved = content["settings"]
+    for name, here in settings.items():
+        there = saved.get(name)
+        if name in ("version", "config") and there != here:
+            if isinstance(there, dict):
+                size = next(size for size in here if there.get(size) != here[size])
+                name, there, here = f"{name}: {size}", there.get(size), here[size]
             raise WorkshopError(
-                f"--resume: {checkpoint.folder} is of another model: {name} is "
-                f"{_difference(saved.get(name), settings[name])}"
+                f"--resume: {path} is of another model: {name} is {there} there, {here} here"
             )
-    return [
-        f"note: {name} is {value}, in the checkpoint {saved.get(name)}: the losses will differ "
-        "from those of an uninterrupted training"
-        for name, value in settings.items()
-        if saved.get(name) != value
-    ]
-
-
-def _difference(saved: Any, own: Any) -> str:
-    if isinstance(saved, dict) and isinstance(own, dict):
-        name = next(name for name in own if saved.get(name) != own[name])
-        return f"{name} {saved.get(name)} there, {own[name]} here"
-    return f"{saved} there, {own} here"
+        if there != here:
+            print(
+                f"note: {name} is {here}, in the checkpoint {there}: the losses will differ from "
+                "those of an uninterrupted training",
+                file=sys.stderr,
+            )
+    return Checkpoint(path, content["steps"], content["losses"], saved)
 
 
 def save(

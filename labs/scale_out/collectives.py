@@ -8,9 +8,9 @@ which all-gather and reduce-scatter split. The result is checked before and afte
 """
 
 import argparse
-import re
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,14 +48,6 @@ WARM_UP = 5
 UNIT = "bus bytes"
 _PATTERN = 251
 """The message has whole numbers below it: their sums over the processes are exact in fp32."""
-_NVLINK = "NVLink in one direction, half of the figure in NVIDIA's data sheet"
-LINKS = (
-    (r"B200\b", 900.0),
-    (r"\bG?H[12]00\b(?! (?:NVL|PCIe))", 450.0),
-    (r"\bA100-SXM", 300.0),
-    (r"\bV100-SXM2", 150.0),
-)
-"""GB/s of a GPU's links to the other GPUs of its host, by the GPU's name."""
 
 
 # --- what is measured ----------------------------------------------------------------------------
@@ -110,11 +102,6 @@ def bus_factor(name: str, processes: int) -> float:
     return 2 * once if name == "all-reduce" else once
 
 
-def link_limit(device_name: str) -> float | None:
-    """GB/s that the links of this GPU can carry; None if unknown."""
-    return next((gbs for pattern, gbs in LINKS if re.search(pattern, device_name)), None)
-
-
 def measure(
     record: LabRun, device: torch.device, group: Group, iterations: int, turn: Turn
 ) -> None:
@@ -133,10 +120,8 @@ def measure(
     record.step_ms = max(groups.of_all(clock.durations_ms()), key=median)
     turn.end(record.step_ms)
     still_right = one.is_right()  # a collective: all processes call it, even if already wrong
-    verdicts = groups.of_all(right and still_right)
-    wrong = [
-        f"{name}: rank {rank} has a wrong result" for rank, ok in enumerate(verdicts) if not ok
-    ]
+    verdicts = enumerate(groups.of_all(right and still_right))
+    wrong = [f"{name}: rank {rank} has a wrong result" for rank, ok in verdicts if not ok]
     record.gate.status, record.gate.failures = "fail" if wrong else "pass", wrong
     record.status = "gate failed" if wrong else "complete"
 
@@ -220,66 +205,26 @@ def _measure_all(arguments: argparse.Namespace) -> int:
     return status
 
 
-# --- tables -------------------------------------------------------------------------------------
-
-Curve = list[tuple[int, float]]
-"""Bytes of a message, and the bus bandwidth in GB/s."""
+# --- the table -----------------------------------------------------------------------------------
 
 
-def curves(rows: Iterable[LabRow]) -> dict[tuple[str, int], dict[str, Curve]]:
-    """By device and number of processes, then by collective; only rows with a right result. Of
-    several rows of one message the last counts."""
-    found: dict[tuple[str, int], dict[str, dict[int, float]]] = {}
+def table(rows: Iterable[LabRow]) -> Table:
+    """Bus bandwidth by size, a column for each collective of each device and number of processes;
+    only rows with a right result, and of several of one message the last."""
+    found: dict[tuple[str, int, str], dict[int, float]] = defaultdict(dict)
     for row in rows:
         if row.first.unit == UNIT and row.units_per_s:
-            of = found.setdefault((row.device, row.first.processes), {})
-            size = int(row.first.metrics["message_bytes"] or 0)
-            curve = of.setdefault(str(row.first.metrics["collective"]), {})
-            curve[size] = row.units_per_s / 1e9
-    return {
-        key: {name: sorted(its[name].items()) for name in OPERATIONS if name in its}
-        for key, its in found.items()
-    }
-
-
-def tables_of(rows: Sequence[LabRow]) -> list[Table]:
-    """Bus bandwidth by size, a table for each device and number of processes."""
-    return [_table(device, n, its) for (device, n), its in curves(rows).items()]
-
-
-def _table(device: str, processes: int, its: dict[str, Curve]) -> Table:
-    limit = link_limit(device)
-    sizes = sorted({size for curve in its.values() for size, _ in curve})
-    lines = []
-    for size in sizes:
-        cells = [size_text(size)]
-        for curve in its.values():
-            rate = dict(curve).get(size)
-            cells += [number(rate, ",.2f")]
-            cells += [number(rate / limit if rate else None, ".0%")] if limit else []
-        lines.append(Line(cells))
-    header = ["message"]
-    for name in its:
-        header += [f"{name} GB/s", *(["of the link"] if limit else [])]
-    notes = ["bus bandwidth, as nccl-tests defines it; the size is that of the whole message"]
-    notes += [f"the link: {limit:,.0f} GB/s, {_NVLINK}"] if limit else []
-    return Table(f"{LAB}: collectives, {processes} processes, {device}", header, lines, notes)
-
-
-def summary(rows: Iterable[LabRow]) -> Table:
-    """Bus bandwidth by size, a column for each collective of each device and number of processes;
-    of several rows of one message the last."""
-    found = {
-        f"{device}, {n}: {name}": dict(curve)
-        for (device, n), its in curves(rows).items()
-        for name, curve in its.items()
-    }
-    sizes = sorted({size for curve in found.values() for size in curve})
+            metrics, processes = row.first.metrics, row.first.processes
+            column = found[row.device, processes, str(metrics["collective"])]
+            column[int(metrics["message_bytes"] or 0)] = row.units_per_s / 1e9
+    names = [*OPERATIONS]
+    keys = sorted(found, key=lambda key: (*key[:2], names.index(key[2])))
     lines = [
-        Line([size_text(size), *(number(curve.get(size), ",.1f") for curve in found.values())])
-        for size in sizes
+        Line([size_text(size), *(number(found[key].get(size), ",.1f") for key in keys)])
+        for size in sorted({size for column in found.values() for size in column})
     ]
-    return Table("Bus bandwidth in GB/s", ("message", *found), lines)
+    header = [f"{device}, {processes}: {name}" for device, processes, name in keys]
+    return Table("Bus bandwidth in GB/s", ("message", *header), lines)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
     found = sorted(scaling.sessions(runs).items())
     shown = [scaling.summary(*its) for its in found]
     rows = [row for _, sessions in found for session in sessions for row in session]
-    shown = [table for table in (*shown, collectives.summary(rows)) if table.lines]
+    shown = [table for table in (*shown, collectives.table(rows)) if table.lines]
     if not shown:
         return {README: {"scaling": lab_table.not_measured(COMMAND)}}
     return {README: {"scaling": tables.markdown(shown, "####")}}

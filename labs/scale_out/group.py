@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -73,32 +73,24 @@ class Group:
         return batch.narrow(dim, self.rank * own, own)
 
 
-def find(environment: Mapping[str, str] = os.environ) -> Group:
+def find() -> Group:
     """The group that a launcher has started; without a launcher, one process.
 
     Raises:
-        WorkshopError: a variable of the launcher is missing or not valid.
+        WorkshopError: a variable of the launcher is missing.
     """
-    given = [name for name in VARIABLES[:3] if environment.get(name)]
-    if not given:
+    environment = os.environ
+    given = [name for name in VARIABLES if environment.get(name)]
+    if not {*VARIABLES[:3]} & {*given}:
         return Group()
-    missing = [name for name in VARIABLES if not environment.get(name)]
-    if missing:
+    if missing := [name for name in VARIABLES if name not in given]:
         raise WorkshopError(
             f"{missing[0]} is not set, but {given[0]} is: start all processes with torchrun or "
             f"deepspeed, which set {', '.join(VARIABLES)}; for one process unset {given[0]}"
         )
-    local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE")
-    names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "size": "WORLD_SIZE"}
-    numbers = {field: environment[name] for field, name in names.items()}
-    numbers["local_size"] = local or environment["WORLD_SIZE"]
-    if not all(number.isdecimal() for number in numbers.values()):
-        wrong = next(name for name in names.values() if not environment[name].isdecimal())
-        raise WorkshopError(f"{wrong} is {environment[wrong]!r:.40}: a launcher sets a number")
-    group = Group(**{field: int(number) for field, number in numbers.items()}, launched=True)
-    if group.rank >= group.size:
-        raise WorkshopError(f"RANK {group.rank}: it must be below WORLD_SIZE, {group.size}")
-    return group
+    rank, local_rank, size = (int(environment[name]) for name in VARIABLES[:3])
+    local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or size
+    return Group(rank, local_rank, size, int(local), launched=True)
 
 
 def device_name(group: Group, asked: str) -> str:
@@ -124,30 +116,21 @@ def join(group: Group, device: torch.device) -> None:
     Raises:
         WorkshopError: there is no connection at MASTER_ADDR and MASTER_PORT.
     """
-    on_gpu = device.type == "cuda"
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    on_gpu, store = device.type == "cuda", None
     try:
+        if group.launched:
+            # torchrun keeps the store over a restart, and with it addresses of killed processes.
+            shared, _, _ = next(dist.rendezvous("env://"))
+            store = dist.PrefixStore(f"attempt_{os.environ.get(RESTARTS[0], '0')}", shared)
         dist.init_process_group(
-            backend, store=_store() if group.launched else dist.HashStore(), rank=group.rank,
-            world_size=group.size, device_id=device if on_gpu else None,
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", rank=group.rank, world_size=group.size,
+            store=store or dist.HashStore(), device_id=device if on_gpu else None,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         in_use = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
         what = "the port is in use: give the launcher another" if in_use else f"{error!s:.100}"
         raise WorkshopError(f"MASTER_ADDR {address}, MASTER_PORT {port}: {what}") from None
-
-
-def _store() -> dist.Store:
-    """Where the processes exchange their addresses. torchrun keeps it over a restart, where gloo
-    would find addresses of killed processes: each attempt has a prefix of its own."""
-    store, _, _ = next(dist.rendezvous("env://"))
-    return dist.PrefixStore(f"attempt_{os.environ.get(RESTARTS[0], '0')}", store)
-
-
-def leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def begin(group: Group, turn: Turn) -> dict[str, Tensor]:
@@ -231,43 +214,27 @@ def _leave_it_to_the_launcher() -> None:
 
 @contextlib.contextmanager
 def member(group: Group, device: torch.device) -> Iterator[None]:
-    """Joins the group for the block. `_peers_watched` ends the block after a signal or when another
-    process has ended. A process without launcher and GPU stays in its group for the next block."""
-    if not dist.is_initialized():
-        join(group, device)
-    with _peers_watched(group):  # after an error: don't wait for others, exit
-        yield
-    if group.launched or device.type == "cuda":  # PyTorch 2.6 may wait forever for gloo's threads
-        leave()
-
-
-@contextlib.contextmanager
-def _peers_watched(group: Group) -> Iterator[None]:
-    """In the block, the end of another process becomes an error of one line, and Ctrl-C or SIGTERM
-    also ends a process that waits for others.
+    """Joins the group for the block. In the block, the end of another process becomes an error of
+    one line, and Ctrl-C or SIGTERM also ends a process that waits for others. A process without
+    launcher and GPU stays in its group for the next block.
 
     Raises:
         PeerGone: another process has ended, and no launcher has ended this one.
     """
-    if not group.launched:
-        yield
-        return
-    ended, signalled = os.pipe()
-    os.set_blocking(signalled, False)
-    before = signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
-    threading.Thread(target=_end_soon, args=(ended,), daemon=True).start()
+    if not dist.is_initialized():
+        join(group, device)
     try:
-        yield
+        with _ended_by_signals() if group.launched else contextlib.nullcontext():
+            yield
     except RuntimeError as error:
-        if not is_peers_end(error):
+        if not (group.launched and is_peers_end(error)):
             raise
         _leave_it_to_the_launcher()
         raise PeerGone(
             f"rank {group.rank}: another process of this training has ended ({error!s:.80})"
         ) from None
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(signalled)
+    if group.launched or device.type == "cuda":  # PyTorch 2.6 may wait forever for gloo's threads
+        dist.destroy_process_group()
 
 
 def is_peers_end(error: BaseException) -> bool:
@@ -275,9 +242,22 @@ def is_peers_end(error: BaseException) -> bool:
     return any(words in str(error).lower() for words in _PEER_GONE)
 
 
-def _end_soon(ended: int) -> None:
-    """Ends the process after a signal. Python runs a signal's handler only between two bytecodes,
-    which a process that waits in a collective does not reach."""
-    if os.read(ended, 1) in (bytes([signal.SIGINT]), bytes([signal.SIGTERM])):
-        time.sleep(LAST_WORDS_S)
-        os._exit(errors.INTERRUPTED)
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Ends the process soon after a signal. Python runs a signal's handler only between two
+    bytecodes, which a process that waits in a collective does not reach."""
+
+    def watch() -> None:
+        if os.read(ended, 1) in (bytes([signal.SIGINT]), bytes([signal.SIGTERM])):
+            time.sleep(LAST_WORDS_S)
+            os._exit(errors.INTERRUPTED)
+
+    ended, signalled = os.pipe()
+    os.set_blocking(signalled, False)
+    before = signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(signalled)

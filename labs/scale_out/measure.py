@@ -9,8 +9,8 @@ alternates. The bandwidth of the collectives is measured as well.
 """
 
 import argparse
-import dataclasses
 import functools
+import os
 import re
 import secrets
 import sys
@@ -30,17 +30,16 @@ if __name__ == "__main__":
 import torch
 
 from labs import shared
-from labs.scale_out import audit, collectives, loop, proof, request, scaling, strategies
+from labs.scale_out import audit, collectives, gate, loop, request, scaling, strategies
+from labs.scale_out.group import Group
+from labs.scale_out.request import Job
 from workshop import errors, labs, records, results, versions
-from workshop.arguments import count, parse
+from workshop.arguments import argument, count, option, parse, parser_of
 from workshop.errors import NotOnThisMachine, WorkshopError
-from workshop.gate.parity import Setting
-from workshop.judge import lab_record, studies
+from workshop.judge import studies
 from workshop.labs import LabRun
-from workshop.request import execution, schedule
 from workshop.run import hardware, interpreter, presets
 from workshop.run.data import Source
-from workshop.run.precision import get_precision
 
 PROGRAM = Path(__file__).with_name("train.py")
 TRAININGS = {
@@ -51,8 +50,8 @@ TRAININGS = {
 }  # fmt: skip
 SCALINGS = ("weak", "strong")
 SET_HERE = (
-    *("version", "strategy", "config", "batch_size", "device", "trace", "save_every", "resume"),
-    "checkpoints",
+    *("--version", "--strategy", "--config", "--batch-size", "--device", "--trace", "--resume"),
+    *("--save-every", "--checkpoints"),
 )
 """Flags of train.py that each run gets from this program."""
 
@@ -64,6 +63,10 @@ class Training(NamedTuple):
     """Whether several processes capture their step, and with `fsdp` one process, too; with the
     others one process does what the version does."""
 
+    def alone(self) -> "Training":
+        """The training in one process, which with `ddp` is the version itself."""
+        return self._replace(graph=self.graph and self.strategy == "fsdp")
+
 
 class Case(NamedTuple):
     """The training of a group of processes; `share` is the batch size of each process."""
@@ -73,6 +76,10 @@ class Case(NamedTuple):
     size: int
     share: int
 
+    def alone(self) -> tuple[str, Training]:
+        """The facts that it shares with the one process that it is compared with."""
+        return self.config, self.training.alone()
+
 
 @dataclass(frozen=True)
 class Study:
@@ -81,64 +88,79 @@ class Study:
     folder: Path
     scratch: Path
     flags: list[str]
-    asked: argparse.Namespace
-    """`flags`, parsed."""
-    source: Source
-    """The text that batches are cut from."""
+    """For train.py."""
     rounds: dict[str, dict[int, audit.Round]] = field(default_factory=dict)
     """By setting and steps, then by repeat."""
 
+    def command(self, case: Case) -> list[str]:
+        (version, strategy, graph), batch_size = case.training, case.size * case.share
+        words = ["--cuda-graph"] * graph + ["--version", version, "--strategy", strategy]
+        words += ["--config", case.config, "--batch-size", str(batch_size)]
+        return [str(PROGRAM), *self.flags, *words, "--device", self.device.type]
+
+    def job(self, case: Case) -> Job:
+        """A group's job as the judge knows it, without the version's code.
+
+        Raises:
+            NotOnThisMachine: it can't run here.
+        """
+        version, strategy, _ = case.training
+        errors.require(*strategies.packages(strategy))
+        if problem := versions.missing(versions.get_version(version)):
+            raise NotOnThisMachine(problem)
+        arguments = parse(request.build_parser(), self.command(case)[1:])
+        group = Group(size=case.size, local_size=case.size)
+        return request.check(arguments, group, versions.load(versions.BASELINE))
+
+
+@dataclass
+class Flags:
+    """The flags that choose the runs."""
+
+    flags: list[str] = argument("of train.py", nargs="*", metavar="FLAG")
+    config: list[str] | None = option(
+        f"{', '.join(presets.PRESETS)} (default: medium large, CPU tiny)",
+        choices=presets.PRESETS,
+        metavar="PRESET",
+    )
+    trainings: list[str] | None = option(
+        "as train.py has them; v4:ddp:graph captures the step of several processes, too, "
+        "v4:fsdp:graph that of one and of several "
+        f"(default: {' '.join(TRAININGS['cuda'])}, CPU {' '.join(TRAININGS['cpu'])})",
+        metavar="VERSION:STRATEGY[:graph]",
+    )
+    processes: list[int] | None = option(
+        "numbers of processes; 1 is always measured (default: 1 2 4 ... up to the GPUs of this "
+        "machine, CPU 1 2)",
+        type=count,
+        metavar="N",
+    )
+    scaling: list[str] = option("default: both", [*SCALINGS], choices=SCALINGS)
+    batch_size: int | None = option(
+        "sequences of one process alone (default: the preset's)", type=count, metavar="N"
+    )
+    collectives: bool = option(
+        "measure their bandwidth", True, action=argparse.BooleanOptionalAction
+    )
+    device: str = option("auto, cpu or cuda (default auto: GPU if any)", "auto")
+    session: str | None = option(
+        "add to this study, a file below runs/ of --output-dir; its runs are compared with each "
+        "other, so stay on one machine (default: a new one)",
+        metavar="NAME",
+    )
+
 
 def build_parser() -> argparse.ArgumentParser:
-    assert __doc__
-    parser = argparse.ArgumentParser(
+    parser = parser_of(
+        Flags,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Flags after -- go to train.py, for all trainings. Exit status: 0 done, 1 a gate "
         "or a training failed,\n2 wrong usage, 77 something is missing on this machine, 130 "
         "interrupted.",
     )
-    add = parser.add_argument
-    number = functools.partial(add, type=count, metavar="N")
-    add(
-        "--config",
-        nargs="+",
-        choices=presets.PRESETS,
-        metavar="PRESET",
-        help=f"{', '.join(presets.PRESETS)} (default: medium large, CPU tiny)",
-    )
-    add(
-        "--trainings",
-        nargs="+",
-        metavar="VERSION:STRATEGY[:graph]",
-        help="as train.py has them; v4:ddp:graph captures the step of several processes, too, "
-        "v4:fsdp:graph that of one and of several "
-        f"(default: {' '.join(TRAININGS['cuda'])}, CPU {' '.join(TRAININGS['cpu'])})",
-    )
-    number(
-        "--processes",
-        nargs="+",
-        help="numbers of processes; 1 is always measured (default: 1 2 4 ... up to the GPUs of "
-        "this machine, CPU 1 2)",
-    )
-    add("--scaling", nargs="+", choices=SCALINGS, default=SCALINGS, help="default: both")
-    number("--batch-size", help="sequences of one process alone (default: the preset's)")
-    shared.add_repeats(add)
-    add(
-        "--collectives",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="measure their bandwidth (default: yes)",
-    )
-    add("--device", default="auto", help="auto, cpu or cuda (default auto: GPU if any)")
-    shared.add_output_dir(add, request.LAB)
-    add(
-        "--session",
-        metavar="NAME",
-        help="add to this study, a folder below runs/ of --output-dir; its runs are compared with "
-        "each other, so stay on one machine (default: a new one)",
-    )
-    add("flags", nargs="*", metavar="FLAG", help="of train.py")
+    shared.add_repeats(parser.add_argument)
+    shared.add_output_dir(parser.add_argument, request.LAB)
     return parser
 
 
@@ -169,41 +191,27 @@ def measure(arguments: argparse.Namespace) -> int:
     device = hardware.get_device(arguments.device)
     sizes = _sizes(arguments.processes, device)
     todo = cases(arguments, device, sizes)
-    asked = _parse_flags(arguments.flags)
+    for word in arguments.flags:
+        if (flag := word.partition("=")[0]) in SET_HERE:
+            raise WorkshopError(
+                f"{flag} after --: measure.py sets it for each run; measure.py --help has the "
+                "flags that choose the runs"
+            )
+    if device.type == "cpu":  # V3 is interpreted there, which its module would ask for
+        os.environ.setdefault(interpreter.VARIABLE, "1")
     folder = results.prepare_folder(arguments.output_dir)
     session = arguments.session or results.new_session()
     stored = records.path_in(folder, session)
     if arguments.session and not stored.exists():
         raise WorkshopError(f"--session {session}: there is no {stored}")
     with tempfile.TemporaryDirectory() as scratch:
-        source = Source(asked.data, asked.text_file)
-        study = Study(device, session, folder, Path(scratch), arguments.flags, asked, source)
-        print(f"cases: {len(todo)}, runs of each: {arguments.repeats}", flush=True)
-        measured = _runs(arguments, study, todo)
+        study = Study(device, session, folder, Path(scratch), arguments.flags)
+        measured = _runs(arguments, study, todo, sizes)
         _, interrupted = shared.told(measured, lambda run: shared.ms_and_gate(run, "a step"))
     runs = records.load_runs(stored, LabRun)  # with those of earlier commands
     rows = [row for group in labs.newest(runs) for row in group]
     shared.show(scaling.tables_of(rows), rows, folder / "scaling.md")
     return shared.status_of(rows, interrupted)
-
-
-def _parse_flags(flags: Sequence[str]) -> argparse.Namespace:
-    """Reads train.py's flags.
-
-    Raises:
-        WorkshopError: one of them is in SET_HERE, and would have no effect.
-    """
-    parser = request.build_parser()
-    parser.set_defaults(**dict.fromkeys(SET_HERE))
-    asked = parse(parser, flags)
-    for name in SET_HERE:
-        if getattr(asked, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise WorkshopError(
-                f"{flag} after --: measure.py sets it for each run; measure.py --help has the "
-                "flags that choose the runs"
-            )
-    return asked
 
 
 def _sizes(asked: list[int] | None, device: torch.device) -> list[int]:
@@ -236,131 +244,77 @@ def cases(arguments: argparse.Namespace, device: torch.device, sizes: Sequence[i
                         )
                     notes[f"note: {config}: {problem}; strong scaling is left out"] = None
                     names.remove("strong")
-                own = one if size > 1 else _alone(one)
+                own = one if size > 1 else one.alone()
                 found |= {Case(config, own, size, shares[name]): None for name in names}
     if notes:
         print("\n".join(notes))
     return list(found)
 
 
-def _alone(training: Training) -> Training:
-    """The training in one process, which with `ddp` is the version itself."""
-    return training._replace(graph=training.graph and training.strategy == "fsdp")
+def possible(study: Study, todo: Sequence[Case]) -> dict[Case, Job]:
+    """The cases that this machine can run; a note for each training that it can't."""
+    found, notes = dict[Case, Job](), dict[str, None]()
+    for case in todo:
+        try:
+            found[case] = study.job(case)
+        except NotOnThisMachine as error:
+            version, strategy, graph = case.training
+            name = f"{version}:{strategy}{':graph' * graph}"
+            notes[f"note: {name} is skipped: {error}"] = None
+    if notes:
+        print("\n".join(notes))
+    return found
 
 
-def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iterator[LabRun]:
+def _runs(
+    arguments: argparse.Namespace, study: Study, todo: Sequence[Case], sizes: Sequence[int]
+) -> Iterator[LabRun]:
     """Yields each run when it ends; a case that did not complete is not repeated."""
-    sizes = sorted({case.size for case in left} - {1})
-    alone = {_of(case): _variant(study, case) for case in left if case.size == 1}
-    for case in [*left]:
-        if reason := missing(case.training, study.device):
-            left.remove(case)
-            yield _plan(study, case, 0).skipped(reason)
+    jobs = possible(study, todo)
+    if not jobs:
+        raise NotOnThisMachine("none of --trainings can run on this machine")
+    print(f"cases: {len(jobs)}, runs of each: {arguments.repeats}", flush=True)
+    alone = {case.alone(): loop.variant_of(job) for case, job in jobs.items() if case.size == 1}
     if arguments.collectives:
-        plans = [_plan_collectives(study, n) for _ in range(arguments.repeats) for n in sizes]
-        yield from studies.in_turns(plans, 1)
+        plans = [_plan_collectives(study, n) for n in sizes if n > 1]
+        yield from studies.in_turns(plans * arguments.repeats, 1)
+    asked = next(iter(jobs.values())).arguments
+    source = Source(asked.data, asked.text_file)
 
     def plan(case: Case, repeat: int) -> studies.Plan:
-        return _plan(study, case, repeat, alone[_of(case)])
+        return _plan(study, case, jobs[case], source, repeat, alone[case.alone()])
 
-    yield from shared.alternating(left, arguments.repeats, plan, arguments.jobs)
-
-
-def _of(case: Case) -> tuple[str, Training]:
-    """The facts that a case shares with the one process that it is compared with."""
-    return case.config, _alone(case.training)
+    yield from shared.alternating(jobs, arguments.repeats, plan, arguments.jobs)
 
 
-def missing(training: Training, device: torch.device) -> str:
-    """Why a training can't run here; "" if no reason is known."""
-    if training.graph and device.type != "cuda":
-        return "a graph needs a GPU"
-    try:
-        errors.require(*strategies.packages(training.strategy))
-    except NotOnThisMachine as error:
-        return str(error)
-    version = versions.missing(versions.get_version(training.version))
-    return version or strategies.missing(training.strategy, device, training.graph) or ""
-
-
-def _variant(study: Study, case: Case) -> str:
-    asked = study.asked
-    return loop.variant_of(
-        asked, case.training.version, case.training.strategy, case.size, case.share,
-        get_precision(asked.precision, study.device).name, *_execution(study, case),
-    )  # fmt: skip
-
-
-def _execution(study: Study, case: Case) -> tuple[str, bool]:
-    """The mode of torch.compile, and whether the step is captured."""
-    version, strategy, graph = case.training
-    alone = strategy == "ddp" and case.size == 1
-    compile_mode = study.asked.compile or ("none" if strategy == "zero3" else None)
-    return execution(
-        versions.get_version(version), compile_mode, graph or (None if alone else False),
-        study.device, False, notify=lambda note: None,
-    )  # fmt: skip
-
-
-def _plan(study: Study, case: Case, repeat: int, baseline: str = "") -> studies.Plan:
-    (version, strategy, graph), size = case.training, case.size
-    seq_len = study.asked.seq_len or presets.get_preset(case.config).seq_len
-    flags = {
-        "--version": version, "--strategy": strategy, "--config": case.config,
-        "--batch-size": size * case.share, "--device": study.device.type,
-        "--trace": study.scratch / f"{results.new_session()}.json.gz",
-    }  # fmt: skip
-    if strategy == "zero3" and not study.asked.compile:
-        flags["--compile"] = "none"
-    words = [*study.flags, *["--cuda-graph"] * graph, *(str(x) for y in flags.items() for x in y)]
-    command = [str(PROGRAM), *words]
-    precision = get_precision(study.asked.precision, study.device).name
-    _, captured = _execution(study, case)
-    planned = lab_record.begin(
-        study.device, precision, study.session, loop.HIDDEN, command,
-        lab=request.LAB,
-        subject=loop.subject_of(case.config, seq_len, study.asked.num_layers),
-        variant=_variant(study, case),
-        baseline=baseline,
-        unit="tokens",
-        units_per_step=size * case.share * seq_len,
-        options={"config": case.config, "version": version, "strategy": strategy,
-                 "precision": precision, "cuda_graph": captured},
-        metrics={"processes": size, "sequences": case.share},
-    )  # fmt: skip
+def _plan(
+    study: Study, case: Case, job: Job, source: Source, repeat: int, baseline: str
+) -> studies.Plan:
+    trace = study.scratch / f"{results.new_session()}.json.gz"
+    command = [*study.command(case), "--trace", str(trace)]
+    planned = loop.new_record(job, source.record["name"], study.session, command, baseline)
     # accelerate shards nothing in a process without a launcher.
-    launched = size > 1 or strategy == "accelerate-fsdp"
-    return studies.Plan(
-        [*launcher(size if launched else 0), *command], [planned], study.folder,
-        check=_check(study, case, repeat),
-    )  # fmt: skip
+    launched = case.size > 1 or case.training.strategy == "accelerate-fsdp"
+    check = _check(study, job, source, repeat)
+    words = [*launcher(case.size if launched else 0), *command]
+    return studies.Plan(words, [planned], study.folder, check=check)
 
 
-def _check(study: Study, case: Case, repeat: int) -> audit.Check:
+def _check(study: Study, job: Job, source: Source, repeat: int) -> audit.Check:
     """Trainings of a repeat with the same model and batch are compared with one of V1."""
-    asked, preset = study.asked, presets.get_preset(case.config)
-    version = versions.get_version(case.training.version)
-    config = versions.load(versions.BASELINE).TinyLlamaConfig(**preset.model())
-    if asked.num_layers:
-        config = dataclasses.replace(config, num_layers=asked.num_layers)
-    setting = Setting(
-        config, get_precision(asked.precision, study.device), study.device, asked.seed,
-        case.size * case.share, asked.seq_len or preset.seq_len,
-    )  # fmt: skip
-    interpreted = interpreter.serves(version, study.device)
-    steps = schedule(asked.warmup_steps, asked.num_steps, interpreted)
+    setting, steps = audit.setting_of(job), job.asked.schedule
     rounds = study.rounds.setdefault(repr((setting, steps)), {})
     if repeat not in rounds:
         draw = functools.partial(
-            study.source.draw, steps=steps.batches, batch_size=setting.batch_size,
-            seq_len=setting.seq_len, vocab_size=config.vocab_size,
+            source.draw, steps=steps.batches, batch_size=setting.batch_size,
+            seq_len=setting.seq_len, vocab_size=setting.config.vocab_size,
         )  # fmt: skip
         known, timed = draw(seed=setting.seed), draw(seed=secrets.randbits(62))
         batches = torch.cat((known[: steps.warmup], timed[: steps.timed]))
-        rounds[repeat] = audit.Round(setting, batches, asked.learning_rate, rounds.get(0))
-    compile_mode, _ = _execution(study, case)
-    gate = proof.Gate(setting, case.size * asked.accumulate, compile_mode != "none")
-    return audit.Check(rounds[repeat], None if asked.no_gate else gate, steps.warmup)
+        rate = job.arguments.learning_rate
+        rounds[repeat] = audit.Round(setting, batches, rate, rounds.get(0))
+    before = None if job.arguments.no_gate else gate.Gate.of(job)
+    return audit.Check(rounds[repeat], before, steps.warmup)
 
 
 def launcher(size: int) -> list[str]:

@@ -3,11 +3,11 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from labs.scale_out import collectives, strategies
+from labs.scale_out import collectives
 from labs.scale_out.request import LAB
 from workshop import labs
 from workshop.labs import LabRow, LabRun
-from workshop.run.timing import Ratio, median
+from workshop.run.timing import median
 from workshop.tables import Line, Table, number
 
 TRAIN = "train.py"
@@ -40,38 +40,30 @@ def sessions(runs: Iterable[LabRun]) -> dict[str, list[list[LabRow]]]:
 
 def tables_of(rows: Sequence[LabRow]) -> list[Table]:
     """The tables of a session's rows that are not empty."""
-    trained = [row for row in rows if row.first.unit == "tokens"]
-    subjects = [*dict.fromkeys(row.first.subject for row in trained)]
-    found = [
-        scaling_table(
-            [row for row in trained if row.first.subject == subject],
-            NOTES if subject == subjects[-1] else (),
-        )
-        for subject in subjects
-    ]
-    return found + collectives.tables_of(rows)
+    by_subject = defaultdict(list)
+    for row in rows:
+        if row.first.unit == "tokens":
+            by_subject[row.first.subject].append(row)
+    found = [scaling_table(its) for its in by_subject.values()]
+    return [one for one in (*found, collectives.table(rows)) if one.lines]
 
 
-def scaling_table(rows: Sequence[LabRow], notes: Sequence[str]) -> Table:
+def scaling_table(rows: Sequence[LabRow]) -> Table:
     """A line for each row. The rows are of one session, device and subject."""
-    first = rows[0]
     ran = [row for row in in_order(rows) if row.first.status != "skipped"]
     lines = [Line(cells(row, rows), "red" if row.failed else None, training_of(row)) for row in ran]
-    skipped = dict.fromkeys(f"{training_of(row)}: {row.note}" for row in rows if row.note)
-    title = f"{LAB}: {first.first.subject}, {first.device}"
-    return Table(title, HEADER, lines, [*notes, *skipped], left=(0, 2, 10), wraps=(0, 5))
+    title = f"{LAB}: {rows[0].first.subject}, {rows[0].device}"
+    return Table(title, HEADER, lines, NOTES, left=(0, 2, 10), wraps=(0, 5))
 
 
 def summary(device: str, sessions: Iterable[Sequence[LabRow]]) -> Table:
-    """The newest row of each training, number of processes and scaling, of one device, but for
-    strategies that the lab no longer has. A row's one process is that of its own session."""
+    """The newest row of each training, number of processes and scaling, of one device.
+    A row's one process is that of its own session."""
     newest: dict[tuple[str, str, int, str], list[str]] = {}
     for rows in sessions:
         for row in rows:
             run = row.first
             if run.unit != "tokens" or run.processes == 1 or run.status == "skipped":
-                continue
-            if run.options["strategy"] not in strategies.NAMES:
                 continue
             its = [one for one in rows if one.first.subject == run.subject]
             name, n, scale, batch, *measured, _, verdict = cells(row, its)
@@ -122,39 +114,32 @@ def kind(row: LabRow, rows: Iterable[LabRow]) -> str:
     return "weak" if sequences(row) == sequences(one) else "strong"
 
 
-def efficiency(row: LabRow) -> Ratio | None:
-    """Tokens per second, divided by n times those of one process; None if either has no times."""
+def efficiency(row: LabRow) -> str:
+    """Tokens per second, divided by n times those of one process, with its 95% interval; "-" if
+    either has no times."""
     if row.speedup is None:
-        return None
-    n, interval = row.first.processes, row.speedup.interval
-    return Ratio(row.speedup.value / n, interval and (interval[0] / n, interval[1] / n))
+        return "-"
+    value, *bounds = (
+        100 * ratio / row.first.processes
+        for ratio in (row.speedup.value, *(row.speedup.interval or ()))
+    )
+    interval = f"[{bounds[0]:.1f}, {bounds[1]:.1f}]" if bounds else "(one run)"
+    return f"{value:.1f}% {interval}"
 
 
 def cells(row: LabRow, rows: Sequence[LabRow]) -> list[str]:
-    found, memory = efficiency(row), row.peak_memory_mb
+    memory = row.peak_memory_mb
+    compiled = [float(run.setup_s.get("compile") or 0) for run in row.runs if row.times]
     return [
         training_of(row),
         str(row.first.processes),
         kind(row, rows),
         str(sequences(row)),
         number(row.step_ms, ",.2f"),
-        in_percent(found) if found else "-",
+        efficiency(row),
         number(memory / 1e3 if memory else None, ",.1f"),
         number(row.metric("communication_share"), ".0%"),
         number(row.metric("hidden_share"), ".0%"),
-        number(_middle(run.setup_s.get("compile") for run in row.runs if row.times), ".1f"),
+        number(median(compiled) if compiled else None, ".1f"),
         row.verdict,
     ]
-
-
-def in_percent(ratio: Ratio) -> str:
-    if ratio.interval is None:
-        return f"{ratio.value:.1%} (one run)"
-    low, high = (f"{100 * bound:.1f}" for bound in ratio.interval)
-    return f"{ratio.value:.1%} [{low}, {high}]"
-
-
-def _middle(found: Iterable[object]) -> float | None:
-    """The median of the numbers; None without any."""
-    values = [float(value) for value in found if isinstance(value, (int, float))]
-    return median(values) if values else None

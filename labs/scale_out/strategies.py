@@ -343,20 +343,16 @@ class Zero(Strategy):
                 state[f"{moment}.{name}"] = safe_get_full_optimizer_state(weight, moment).cpu()
         return state
 
-    def _shards(self) -> list[Tensor]:
-        """This process's shards of the fp32 weights, for which the optimizer has its state."""
-        name = "single_partition_of_fp32_groups"
-        flat: list[Tensor] = getattr(
-            self.zero, name if self.stage < 3 else "fp32_partitioned_groups_flat"
-        )
-        return flat
-
     def resume(self, steps: int, read: Callable[[dict[str, Tensor]], object]) -> None:
+        import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        self._begin_state(self._shards(), steps)
+        # The optimizer has its state for this process's shards of the fp32 weights.
         if self.stage < 3:
+            self._begin_state(self.zero.single_partition_of_fp32_groups, steps)
             self.zero._lazy_init_hp_params_optimizer_state()
+        else:
+            self._begin_state(self.zero.fp32_partitioned_groups_flat, steps)
         state = self.state()
         read(state)
         for name, weight in self.plain.named_parameters():
@@ -364,23 +360,26 @@ class Zero(Strategy):
             safe_set_full_fp32_param(weight, whole["weight"])
             for moment in MOMENTS:
                 safe_set_full_optimizer_state(weight, whole[moment], moment)
-            self._set_working_copy(weight, whole["weight"])
-
-    def _set_working_copy(self, weight: nn.Parameter, value: Tensor) -> None:
-        """Sets the weight that the passes read; the optimizer updates the shards."""
-        import deepspeed
-
-        if self.stage < 3:
-            weight.data.copy_(value)
-            return
-        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
-            weight.data.copy_(value)
+            # The passes read a copy of their own.
+            gathered = deepspeed.zero.GatheredParameters
+            with gathered([weight], modifier_rank=0) if self.stage == 3 else nullcontext():
+                weight.data.copy_(whole["weight"])
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
     layers = model.layers
     assert isinstance(layers, nn.ModuleList)
     return layers
+
+
+CAPTURED = ("ddp", "fsdp")
+"""Those that a graph can hold."""
+CAPTURES_FSDP = "2.11"
+"""The PyTorch that we tried. FSDP2's copies read pinned memory; before pytorch#167507 (end of 2025)
+it could be reused, and a replay would read other data."""
+PEERS = ("accelerate-ddp", "accelerate-fsdp")
+"""Hugging Face's, around their own model: peer_accelerate.py."""
+NAMES = ("ddp", "fsdp", "zero1", "zero2", "zero3", *PEERS)
 
 
 def packages(name: str) -> list[str]:
@@ -393,26 +392,16 @@ def packages(name: str) -> list[str]:
 def missing(name: str, device: torch.device, graph: bool = False) -> str | None:
     """Why a strategy can't run, or be captured, on a device with this PyTorch, as a sentence; None
     if it can."""
-    if name == "fsdp" and device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-        return f"--strategy fsdp: PyTorch {torch.__version__} supports it on GPUs only"
-    if name == "fsdp" and graph and TorchVersion(torch.__version__) < CAPTURES_FSDP:
-        here = torch.__version__
+    here, on_cpu = torch.__version__, device.type == "cpu"
+    if name == "fsdp" and on_cpu and not hasattr(torch.cpu.Stream, "record_event"):
+        return f"--strategy fsdp: PyTorch {here} supports it on GPUs only"
+    if name == "fsdp" and graph and TorchVersion(here) < CAPTURES_FSDP:
         return (
             f"--cuda-graph with --strategy fsdp needs PyTorch {CAPTURES_FSDP} or newer, not {here}"
         )
-    if name == "accelerate-fsdp" and device.type == "cpu":
+    if name == "accelerate-fsdp" and on_cpu:
         return f"--strategy {name}: accelerate supports it on GPUs only"
     return None
-
-
-CAPTURED = ("ddp", "fsdp")
-"""Those that a graph can hold."""
-CAPTURES_FSDP = "2.11"
-"""The PyTorch that we tried. FSDP2's copies read pinned memory; before pytorch#167507 (end of 2025)
-it could be reused, and a replay would read other data."""
-PEERS = ("accelerate-ddp", "accelerate-fsdp")
-"""Hugging Face's, around their own model: peer_accelerate.py."""
-NAMES = ("ddp", "fsdp", "zero1", "zero2", "zero3", *PEERS)
 
 
 def make(

@@ -1,7 +1,7 @@
 """Trains a version of Tiny-LLaMA in several processes: DDP, FSDP2 or DeepSpeed's ZeRO.
 
 request.py has the flags, group.py the processes, strategies.py the engines and the step, loop.py
-the training, checkpoints.py the files, proof.py the gate and audit.py the audit, which show that
+the training, checkpoints.py the files, gate.py the gate and audit.py the audit, which show that
 the processes train V1's model.
 """
 
@@ -17,20 +17,15 @@ if __name__ == "__main__":
 
 from labs.scale_out import group, loop, request
 from workshop import errors
-from workshop.arguments import parse
 
 
 def main(argv: list[str] | None = None) -> int:
     """Trains from the command line; returns the exit status."""
-    return group.speak_as_one(lambda: _main(argv))
-
-
-def _main(argv: list[str] | None) -> int:
-    arguments = parse(request.build_parser(), argv)
-    return errors.exit_status(
-        lambda: loop.run(arguments),
-        interrupted="interrupted: --resume continues from the newest checkpoint, which needs "
-        "--save-every N",
+    interrupted = "interrupted: --resume continues from the newest checkpoint, which needs "
+    return group.speak_as_one(
+        lambda: errors.exit_status(
+            lambda: loop.run(request.read(argv)), interrupted=f"{interrupted}--save-every N"
+        )
     )
 
 

@@ -12,8 +12,7 @@ from labs.text_generation.measure_engines import compile_s, ladder
 from workshop import labs, results
 from workshop.labs import LabRow, LabRun
 from workshop.show import lab_table
-from workshop.tables import escape, number
-from workshop.tables import markdown_rows as table
+from workshop.tables import Line, Markdown, Table, escape, markdown_body, number
 
 README = Path(__file__).with_name("README.md")
 COMMAND = "python measure_engines.py --jobs 9"
@@ -21,7 +20,7 @@ TEXT = "tiny_llama.txt.jsonl"
 """The record that lm_gen.py wrote, in the folder of that of the model's training."""
 LAST = 100
 """Steps whose mean loss is quoted."""
-_HEADER = ("", "ms a token", "floor", "over `hf`", "first token, ms", "TFLOP/s until it",
+_HEADER = ("", "ms a token", "floor", Markdown("over `hf`"), "first token, ms", "TFLOP/s until it",
            "compiled, s", "verdict")  # fmt: skip
 
 
@@ -41,14 +40,14 @@ def _block(rows: Sequence[LabRow]) -> str:
 
 def _table(rows: Sequence[LabRow]) -> str:
     lines = [
-        [escape(row.first.variant), number(row.step_ms, ",.3f"),
-         number(row.metric("floor_ms"), ",.3f"), escape(lab_table.speedup_text(row)),
+        Line([row.first.variant, number(row.step_ms, ",.3f"),
+         number(row.metric("floor_ms"), ",.3f"), lab_table.speedup_text(row),
          number(row.metric("first_token_ms"), ",.2f"),
          number(row.metric("prefill_tflops"), ",.3g"), number(compile_s(row), ",.0f"),
-         row.verdict]
+         row.verdict])
         for row in rows
     ]  # fmt: skip
-    return table(_HEADER, lines, (0, 7))
+    return markdown_body(Table("", _HEADER, lines, left=(0, 7)))
 
 
 def _skipped(rows: Sequence[LabRow]) -> list[str]:

@@ -39,15 +39,6 @@ def _extent(tensor: Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _where(place: int, tensor: Tensor) -> str:
-    """An element of the memory around a tensor, counted from the tensor's first."""
-    if place < 0:
-        return f"{-place} elements before its first"
-    if place >= _extent(tensor):
-        return f"{place - _extent(tensor) + 1} behind its last element"
-    return f"between its rows, {place} elements from its first"
-
-
 @contextmanager
 def watched_loads(*inputs: Tensor) -> Iterator[list[str]]:
     """Gives a list that gets a sentence for each load of what is not an input's, also where its
@@ -79,12 +70,23 @@ def _beside_input(tensor: Tensor, addresses: Tensor) -> str:
     beside.as_strided(tensor.shape, tensor.stride(), GUARD).fill_(False)
     places = (addresses - tensor.data_ptr()) // tensor.element_size() + GUARD
     places = places[(places >= 0) & (places < len(beside))]
-    places = places[beside[places]] - GUARD
+    return _words(places[beside[places]] - GUARD, tensor, "an input were loaded", "load")
+
+
+def _words(places: Tensor, tensor: Tensor, what: str, access: str) -> str:
+    """A sentence on elements of the memory around a tensor, counted from its first; "" for none."""
     if not len(places):
         return ""
+    first = int(places[0])
+    if first < 0:
+        where = f"{-first} elements before its first"
+    elif first >= _extent(tensor):
+        where = f"{first - _extent(tensor) + 1} behind its last element"
+    else:
+        where = f"between its rows, {first} elements from its first"
     return (
-        f"{len(places)} elements of memory beside an input were loaded, the first "
-        f"{_where(int(places[0]), tensor)}: look at the load's mask, then at its pointers"
+        f"{len(places)} elements of memory beside {what}, the first {where}: look at the "
+        f"{access}'s mask, then at its pointers"
     )
 
 
@@ -111,15 +113,8 @@ class Output:
         rest = self._memory.clone()
         rest.as_strided(self.tensor.shape, self.tensor.stride(), GUARD).fill_(_UNTOUCHED)
         places = (rest != _UNTOUCHED).nonzero().flatten() - GUARD
-        if not len(places):
-            return None
-        where = _where(int(places[0]), self.tensor)
-        return Item(
-            False,
-            what,
-            f"{len(places)} elements of memory beside the output were written, the first {where}: "
-            "look at the store's mask, then at its pointers",
-        )
+        why = _words(places, self.tensor, "the output were written", "store")
+        return Item(False, what, why) if why else None
 
 
 def nan_explained(item: Item, yours: object) -> Item:

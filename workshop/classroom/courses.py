@@ -3,8 +3,9 @@
 An exercise's minutes are its sheet's; the times of a day follow from them.
 """
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from workshop.errors import WorkshopError
 from workshop.exercises.sheet import SESSION_MINUTES, Sheet
@@ -16,8 +17,7 @@ AT_HOME = ("memory_analysis", "rocm_tools_intro", "custom_kernels", "production_
 """One exercise of each session, whose minutes go to slides, questions and commands."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Part of a day: minutes of its own, a session, or a lab: a talk of some minutes, exercises."""
 
     what: str
@@ -26,37 +26,28 @@ class Part:
     exercises: str = ""
 
 
+def _lab(folder: str, talk: str, minutes: int, exercises: str) -> Part:
+    name = {"cifar10_roofline": "CIFAR-10", "inference_benchmark": "inference"}.get(folder)
+    link = f"[{name or folder.replace('_', ' ')}](../labs/{folder}/README.md)"
+    return Part(f"{link}, {talk}", minutes, exercises=exercises)
+
+
 WELCOME = Part("welcome; all predict a step's time, then compare V1 and V2", 15)
 SESSIONS = [Part(f"session {n}", minutes, n) for n, minutes in SESSION_MINUTES.items()]
 BREAK, LUNCH = Part("break", 15), Part("lunch", 60)
-PIPELINE = Part(
-    "[data pipeline](../labs/data_pipeline/README.md), its ladder",
-    15,
-    exercises="pipeline_1_workers pipeline_2_trace",
-)
-TEXT = Part(
-    "[text generation](../labs/text_generation/README.md), Tiny-LLaMA speaks",
-    15,
-    exercises="text_1_floor text_2_padding",
-)
-INFERENCE = Part(
-    "[inference](../labs/inference_benchmark/README.md), one network's table",
-    15,
-    exercises="inference_1_baseline inference_2_precision inference_3_profiler",
-)
+PIPELINE = _lab("data_pipeline", "its ladder", 15, "pipeline_1_workers pipeline_2_trace")
+TEXT = _lab("text_generation", "Tiny-LLaMA speaks", 15, "text_1_floor text_2_padding")
+INFERENCE = _lab(
+    "inference_benchmark", "one network's table", 15,
+    "inference_1_baseline inference_2_precision inference_3_profiler",
+)  # fmt: skip
 COMPILED = Part(
     "inference, what compiling gains", 5, exercises="inference_4_flops inference_6_compile"
 )
-ROOFLINE = Part(
-    "[CIFAR-10](../labs/cifar10_roofline/README.md), a step on the roofline",
-    10,
-    exercises="roofline_1_unseen roofline_2_first",
+ROOFLINE = _lab(
+    "cifar10_roofline", "a step on the roofline", 10, "roofline_1_unseen roofline_2_first"
 )
-SCALE = Part(
-    "[scale out](../labs/scale_out/README.md), from one process to two",
-    20,
-    exercises="scale_1_efficiency scale_2_faults",
-)
+SCALE = _lab("scale_out", "from one process to two", 20, "scale_1_efficiency scale_2_faults")
 SHEETS = Part("everyone's results sheet, three of them on the projector, and questions", 30)
 
 MORNING = [WELCOME, SESSIONS[0], SESSIONS[1], BREAK, SESSIONS[2]]
@@ -69,37 +60,36 @@ COURSES: dict[str, list[Part]] = {
 
 
 def tables(sheets: Sequence[Sheet]) -> str:
-    """Markdown: a table a day.
+    """Markdown: a table with a column a day, whose cells say when a part begins and how many
+    minutes it takes.
 
     Raises:
         WorkshopError: an exercise that a course names has no sheet.
     """
-    return "\n\n".join(_day(name, parts, sheets) for name, parts in COURSES.items())
+    days = [_day(parts, sheets) for parts in COURSES.values()]
+    return table(COURSES, itertools.zip_longest(*days, fillvalue=""), range(len(days)))
 
 
-def _day(name: str, parts: Sequence[Part], sheets: Sequence[Sheet]) -> str:
-    now, rows = BEGIN, []
+def _day(parts: Sequence[Part], sheets: Sequence[Sheet]) -> list[str]:
+    now, cells = BEGIN, []
     for part in parts:
         its = _exercises(part, sheets)
         minutes = part.minutes + (0 if part.session else sum(sheet.minutes for sheet in its))
         words = part.what + (f": {', '.join(sheet.name for sheet in its)}" if its else "")
-        rows.append((_clock(now), words, str(minutes)))
+        cells.append(f"**{_clock(now)}** {words} ({minutes})")
         now += minutes
-    rows.append((_clock(now), "end", str(now - BEGIN)))
-    return f"### {name}\n\n{table(('from', 'what', 'minutes'), rows, range(2))}"
+    return [*cells, f"**{_clock(now)}** end"]
 
 
 def _exercises(part: Part, sheets: Sequence[Sheet]) -> list[Sheet]:
-    found = [
-        sheet for sheet in sheets
-        if sheet.session == part.session and part.session and sheet.name not in AT_HOME
-    ]  # fmt: skip
+    if part.session:
+        return [s for s in sheets if s.session == part.session and s.name not in AT_HOME]
     by_name = {sheet.name: sheet for sheet in sheets}
-    for name in part.exercises.split():
+    names = part.exercises.split()
+    for name in names:
         if name not in by_name:
             raise WorkshopError(f"courses.py: {name} is no exercise")
-        found.append(by_name[name])
-    return found
+    return [by_name[name] for name in names]
 
 
 def _clock(minutes: int) -> str:

@@ -4,11 +4,10 @@
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from workshop.collection import Collection, Profile
-from workshop.profilers import kernel_file
+from workshop.collection import Collection
 from workshop.show import ladders
 from workshop.tables import markdown_rows as table
 from workshop.versions import ROOT, VERSIONS
@@ -16,8 +15,6 @@ from workshop.versions import ROOT, VERSIONS
 GUIDE = ROOT / "exercises" / "instructor_guide.md"
 PUBLISHED = ROOT / "tests" / "fixtures" / "published_tables.json"
 _SIZES, _PRECISION = ("small", "medium"), "bf16"
-_CATEGORIES = 3
-"""Categories of a profile that are named, the largest."""
 
 
 def parts(recorded: Collection) -> dict[str, str]:
@@ -26,15 +23,7 @@ def parts(recorded: Collection) -> dict[str, str]:
         *("version", "size", "step ms", "forward", "backward", "optimizer", "speed-up [95%]"),
         *("peak MB", "of it activations and rest", "of peak", "files"),
     )
-    profiles = ("version", "size", "a step", "GPU busy", "most of the time", "file")
-    return {
-        "steps": table(steps, _steps(recorded), range(2)),
-        "profiles": table(profiles, sorted(_profiles(recorded.profiles)), range(2)),
-    }
-
-
-def _link(path: Path) -> str:
-    return f"[{path.name}]({Path(os.path.relpath(path, GUIDE.parent)).as_posix()})"
+    return {"steps": table(steps, _steps(recorded), range(2))}
 
 
 def _steps(recorded: Collection) -> Iterator[tuple[str, ...]]:
@@ -45,7 +34,7 @@ def _steps(recorded: Collection) -> Iterator[tuple[str, ...]]:
             if not is_shown or row.config not in _SIZES or row.precision != _PRECISION:
                 continue
             times = (row.step_ms, row.forward_ms, row.backward_ms, row.optimizer_ms)
-            rest = row.memory_mb.get("rest")
+            rest, path = row.memory_mb.get("rest"), stored[0].path
             yield (
                 row.label,
                 f"{group.size}, {row.device}",
@@ -54,22 +43,5 @@ def _steps(recorded: Collection) -> Iterator[tuple[str, ...]]:
                 "-" if row.peak_memory_mb is None else f"{row.peak_memory_mb:,.0f}",
                 f"{rest:,.0f}" if isinstance(rest, (int, float)) else "-",
                 "-" if row.peak_share is None else f"{row.peak_share:.1%}",
-                _link(stored[0].path),
+                f"[{path.name}]({Path(os.path.relpath(path, GUIDE.parent)).as_posix()})",
             )
-
-
-def _profiles(profiles: Iterable[Profile]) -> Iterator[tuple[str, ...]]:
-    for found in profiles:
-        run, table = found.run, found.table
-        if found.version not in VERSIONS or run is None or not table.steps:
-            continue
-        busy = table.timeline.busy_ns / table.timeline.span_ns if table.timeline else None
-        largest = list(table.category_ns().items())[:_CATEGORIES]
-        yield (
-            found.version,
-            f"{run.config_name}, {run.precision}, {run.device.get('name')}",
-            f"{table.launches / table.steps:,.0f} {table.what}s",
-            "-" if busy is None else f"{busy:.1%}",
-            ", ".join(f"{name} {ns / table.total_ns:.0%}" for name, ns in largest),
-            _link(found.folder / kernel_file.JSON_FILE),
-        )

@@ -31,7 +31,7 @@ _THEME = (
 )
 """The names that a report's charts give their colours, as Jupyter's theme has them."""
 _CODE = "font-family: var(--jp-code-font-family, monospace); white-space: pre; line-height: 1.3"
-_ADDED, _TAKEN, _PLACE = "#2e9e5b40", "#d1495b40", "#80808030"
+_BEHIND = {"+": "#2e9e5b40", "-": "#d1495b40", "@": "#80808030"}
 """Behind the lines of a diff: half transparent, readable on light and dark."""
 _PASSED, _FAILED = "#2e9e5b", "#d1495b"
 _NEAREST, _FARTHEST = 1e-3, 1e6
@@ -63,7 +63,7 @@ def tool(main: Callable[[list[str]], int], *words: object) -> None:
     Raises:
         WorkshopError: the exit status is not 0.
     """
-    _check(Path(inspect.getfile(main)), main([str(word) for word in words]))
+    _require_done(Path(inspect.getfile(main)), main([str(word) for word in words]))
 
 
 def script(path: Path, *words: object) -> None:
@@ -72,22 +72,20 @@ def script(path: Path, *words: object) -> None:
     Raises:
         WorkshopError: its exit status is not 0.
     """
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, str(path), *map(str, words)],
         env=os.environ | {"COLUMNS": _WIDTH},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-    )
-    with process:
-        assert process.stdout is not None
-        for line in process.stdout:
+    ) as process:
+        for line in process.stdout or ():
             print(line, end="")
-    _check(path, process.returncode)
+    _require_done(path, process.returncode)
 
 
-def _check(path: Path, status: int) -> None:
+def _require_done(path: Path, status: int) -> None:
     if status != DONE:
         raise WorkshopError(f"{path.name}: ended with status {status}, for the reason above")
 
@@ -101,23 +99,20 @@ def changes(name: str, old: str, new: str) -> Shown:
     Raises:
         WorkshopError: one of the versions has no such definition.
     """
-    lines = difflib.unified_diff(_source(old, name), _source(new, name), n=2, lineterm="")
-    _, _, *shown = [*lines] or ["", "", f"{name} is the same"]
-    title = f"<p><b>{html.escape(name)}, from {old} to {new}</b></p>"
-    return Shown(title + "".join(map(_diff_line, shown)))
-
-
-def _source(key: str, name: str) -> list[str]:
-    definition = getattr(versions.load(key), name, None)
-    if definition is None:
-        raise WorkshopError(f"{versions.get_version(key).path.name} defines no {name}")
-    return inspect.getsource(definition).splitlines()
-
-
-def _diff_line(line: str) -> str:
-    colour = {"+": _ADDED, "-": _TAKEN, "@": _PLACE}.get(line[:1], "transparent")
-    text = "⋯" if line[:1] == "@" else html.escape(line) or " "
-    return f'<div style="{_CODE}; background: {colour}">{text}</div>'
+    sources = []
+    for key in (old, new):
+        definition = getattr(versions.load(key), name, None)
+        if definition is None:
+            raise WorkshopError(f"{versions.get_version(key).path.name} defines no {name}")
+        sources.append(inspect.getsource(definition).splitlines())
+    before, after = sources
+    diff = [*difflib.unified_diff(before, after, n=2, lineterm="")][2:]  # without the files' names
+    shown = [f"<p><b>{html.escape(name)}, from {old} to {new}</b></p>"]
+    for line in diff or ["no change"]:
+        colour = _BEHIND.get(line[:1], "transparent")
+        text = "⋯" if line[:1] == "@" else html.escape(line) or " "
+        shown.append(f'<div style="{_CODE}; background: {colour}">{text}</div>')
+    return Shown("".join(shown))
 
 
 def answers(items: Iterable[Item]) -> Shown:
@@ -178,20 +173,18 @@ def gate(reports: Mapping[str, ParityReport]) -> Shown:
     Args:
         reports: by what was checked; no two of a notebook have the same names.
     """
-    alt = "; ".join(f"{label}: {report.summary()}" for label, report in reports.items())
 
     def draw() -> Any:
         drawn = drawing.figure(7.5, 1.2 + 0.7 * len(reports))
         axis = drawn.subplots()
-        for place, report in enumerate(reports.values()):
+        labels = []
+        for place, (label, report) in enumerate(reports.items()):
             measures = report.measures.values()
             shares = [min(max(parity.badness(m), _NEAREST), _FARTHEST) for m in measures]
             colours = [_PASSED if measure.passed else _FAILED for measure in measures]
             axis.scatter(shares, [place] * len(shares), s=90, c=colours, alpha=0.5, linewidths=0)
-        labels = [
-            f"{label}\n{report.tensors_with_grad} of {report.tensors_total} gradients"
-            for label, report in reports.items()
-        ]
+            reached = f"{report.tensors_with_grad} of {report.tensors_total} gradients"
+            labels.append(f"{label}\n{reached}")
         axis.set_yticks(range(len(labels)), labels)
         axis.set_ylim(len(labels) - 0.5, -0.5)
         axis.set_xscale("log")
@@ -202,6 +195,7 @@ def gate(reports: Mapping[str, ParityReport]) -> Shown:
         axis.tick_params(length=0)
         return drawn
 
-    name = f"gate-{'-'.join(reports)}"
+    name = f"gate-{'-'.join(reports)}".replace(" ", "-")
     title = "Distance from V1, of logits, loss, loss curve, gradients and movements"
-    return picture(Chart(name.replace(" ", "-"), title, alt, (), draw))
+    alt = "; ".join(f"{label}: {report.summary()}" for label, report in reports.items())
+    return picture(Chart(name, title, alt, (), draw))

@@ -142,13 +142,6 @@ class Row:
             return "baseline"
         return ratio(self.speedup, self.speedup_ci)
 
-    def short_speedup_text(self) -> str:
-        """The speed-up without its interval, in lines for a place as wide as a bar."""
-        words = (
-            self.speedup_text().partition(" [")[0].replace(f" ({ONE_PROCESS})", f"\n{ONE_PROCESS}")
-        )
-        return words.replace("no significant difference", "no\ndifference")
-
 
 def ratio(
     value: float | None, interval: Sequence[float] | None, same: str = "no significant difference"
@@ -289,7 +282,7 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
 
     Args:
         runs: at least one, all of one session and kind.
-        baseline: V1's, for the speed-up; without any there is none.
+        baseline: V1's, for the speed-up; without them the row has no speed-up.
     """
     first = runs[0]
     shapes = ((run.gate.batch_size, run.gate.seq_len) for run in runs)

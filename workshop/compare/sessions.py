@@ -1,4 +1,4 @@
-"""Runs of versions, each in a process of its own, timed one after the other in alternating order.
+"""Runs of versions, a process each, timed one after the other in alternating order.
 
 A machine that grows hot or busy does so for all of them. Each first run passes the gate before it
 is timed. For a process that left no result, because it failed or was not started, a record is
@@ -159,7 +159,7 @@ def _batches(plans: Iterable[Plan], jobs: int) -> Iterator[list[Plan]]:
 
 
 def _announce(keys: Iterable[str], asked: Asked, say: Say) -> dict[str, str]:
-    """What each version lacks here. Prints it, and which versions will be interpreted."""
+    """Names what each version lacks here. Prints it, and which versions will be interpreted."""
     device, found = hardware.get_device(asked.device), {}
     for key in dict.fromkeys(keys):
         version = versions.get_version(key)

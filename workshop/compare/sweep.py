@@ -340,7 +340,7 @@ class Curve:
 
     `fits` is the largest size that ran, `measured_limit` the size at which a run was out of memory,
     `predicted_limit` the one that was not tried, `predicted_end` where the prediction fills the
-    memory, if that is before the two. None where there is none.
+    memory, if that is before the two; None without such a size.
     """
 
     version: str

@@ -1,1 +1,1 @@
-"""The proof: the gate before the clock, the audit after it, and the physics."""
+"""The gate before the clock, the audit after it, and the plausibility check."""

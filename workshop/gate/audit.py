@@ -1,6 +1,6 @@
 """The audit: did the timed run train V1's model?
 
-The gate runs before the clock, on steps of its own. The audit looks at the timed run itself: a
+The gate runs before the clock, on other steps. The audit looks at the timed run itself: a
 fingerprint of the weights, with whose arrival the judge's clock stops; then the loss of each step,
 how far and in which direction each weight has moved, and the last step's gradients, at the run's
 own batch, length, compile mode and graph. All are compared with V1's on the same batches, of which
@@ -63,7 +63,7 @@ FP8_MULTIPLE = 4
 """The same in fp8 for all losses and last gradients. Training carries fp8's large roundings on, so
 that V1's own error is a matter of luck: on an H200 at small and medium, in 144 runs with 3 to 15
 seeds of each size and recipe, V2, V3 and V4 are up to 2.9 times as far off as V1
-(results/reference/nvidia_h200/prototypes/audit_fp8.jsonl). With MULTIPLE 14 of these runs failed.
+(experiments/prototypes_h200/audit_fp8.jsonl). With MULTIPLE 14 of these runs failed.
 What fp8 then hides: a gradient of half the size, a rate 5% too high, most single steps lost. A run
 in bf16 shows them."""
 
@@ -278,7 +278,7 @@ def _measures(
         return Measure(error, min(allowed, most), own)
 
     multiple = FP8_MULTIPLE if fp8 else MULTIPLE
-    # Of independent roundings of the tokens' losses 1 / sqrt(tokens) remains in the mean.
+    # Independent roundings of the tokens' losses average out: 1 / sqrt(tokens) remains.
     of_a_mean = ROUNDING_UNITS * roundoff / math.sqrt(setting.batch_size * setting.seq_len)
     error = _furthest(found.losses, course.losses)
     yield "loss", measure("loss", error, multiple, LOSS_FLOOR, more=of_a_mean, most=MOST)

@@ -73,8 +73,8 @@ def load_canonical(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def canonical_gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Each parameter's gradient under V1's names, fused ones taken apart; None where there is
-    none. The tied head and embedding are one entry, `embed_tokens.weight`."""
+    """Each parameter's gradient under V1's names, fused ones taken apart; None for a
+    parameter without one. The tied head and embedding are one entry, `embed_tokens.weight`."""
     return take_apart(model, lambda parameter: parameter.grad)
 
 

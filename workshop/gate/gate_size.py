@@ -23,18 +23,18 @@ def of_setting(setting: Setting) -> tuple[int, int]:
 
 
 def fitting(
-    model: flops.Sizes, batch_size: int, seq_len: int, free_bytes: float, truth_bytes: int
+    model: flops.Sizes, batch_size: int, seq_len: int, free_bytes: float, width: int
 ) -> tuple[int, int]:
     """The largest of the run's shape, halved again and again, whose gate fits: V1 in high
     precision, which it runs beside the version, needs more memory than the version itself. The
     run's own where none from LEAST on fits: fewer tokens don't help against the model's size.
 
     Args:
-        truth_bytes: of a number of the gate's truth: 8, or 4 for less than fp32 on a GPU.
+        width: bytes of a number of the reference: 8, or 4 below fp32 on a GPU.
     """
     least_batch, least_seq = min(batch_size, LEAST[0]), min(seq_len, LEAST[1])
     batches, length = batch_size, seq_len
-    while bytes_needed(model, batches, length, truth_bytes) > free_bytes:
+    while bytes_needed(model, batches, length, width) > free_bytes:
         if batches > least_batch:
             batches = max(batches // 2, least_batch)
         elif length > least_seq:
@@ -51,10 +51,10 @@ def bytes_needed(model: flops.Sizes, batch_size: int, seq_len: int, width: int) 
     copy, gradients, two moments, and the gradients to compare. Those, in fp32 the movements, and
     the logits outlive it.
     """
-    in_truth = 4 + 6 * width  # the version's weights wait
-    movements = 2 * 4 if width == 8 else 0  # below fp32 a GPU's truth has none
+    in_reference = 4 + 6 * width  # the version's weights wait
+    movements = 2 * 4 if width == 8 else 0  # below fp32 a GPU's reference keeps none
     in_version = width + 4 + movements + 6 * 4  # the two others' gradients stay
-    state = 4 + 4 + max(in_truth, in_version)  # beside the two sets of weights that all load
+    state = 4 + 4 + max(in_reference, in_version)  # beside the two sets of weights that all load
     logits = batch_size * seq_len * model.vocab_size
     numbers = activations(model, batch_size, seq_len, scores=True) + logits
     return state * flops.parameter_count(model) + _MARGIN * width * numbers

@@ -95,7 +95,7 @@ ALONG = 1 / 8
 deviations, if it is spread over 1,024 numbers, as sketches have. Few tokens spread it less."""
 
 MOVEMENT_NOISE_FP8 = 0.6
-"""Added at fp8, over the square root of a tensor's elements, of which each is driven off by luck.
+"""Added at fp8, over the square root of a tensor's elements: luck drives each of them off.
 On three models, over 4 to 20 seeds, V2's and V4's norms and matrices of 64 to 260,000 elements are
 off by 0.14 such units (RMS), 0.62 at most; the embedding, which V1 too has further off, by 0.01
 beyond V1. Matrices of an optimizer that is 5% too fast are off by 4.2% to 5.8%, which shows in all
@@ -109,7 +109,7 @@ interpreter, which cuts bf16 where it should round, do not: V3 there is up to 6 
 SCALE_MULTIPLE_FP8 = 3.0
 """MULTIPLE for the scale of one gradient at fp8, where V1's own is a matter of luck: on an H200 at
 small, with 2 to 4 seeds of each recipe, V2, V3 and V4 are up to 0.093 off where V1 is 0.036
-(results/reference/nvidia_h200/prototypes/gate_fp8.jsonl). One layer's that is 1.2 times as long is
+(experiments/prototypes_h200/gate_fp8.jsonl). One layer's that is 1.2 times as long is
 0.17 to 0.19 off and red, where 0.09 to 0.12 is allowed; 1.1 times as long it passes."""
 
 
@@ -139,7 +139,7 @@ def badness(measure: Measure) -> float:
 
 @dataclass
 class ParityReport:
-    """The gate's findings. `failures` are sentences; there are none if `passed`."""
+    """The gate's findings. `failures` are sentences; the list is empty if `passed`."""
 
     precision: str
     device: str
@@ -386,11 +386,11 @@ def _compare_outputs(report: ParityReport, setting: Setting, runs: Runs) -> None
             error, own_error = (_along(run.logits, true, direction) for run in runs.both)
             floor = roundings + (direction is true) * setting.precision.unit_roundoff
             report.hold(f"logits along {name}", error, own_error, floor)
-    # The loss is a mean over tokens: of independent errors as large as those of the logits,
-    # 1 / sqrt(tokens) remains. V1's own error of a single number may be small by luck.
+    # The loss is a mean over tokens: independent errors as large as those of the logits shrink to
+    # 1 / sqrt(tokens) of them. V1's own error of a single number may be small by luck.
     for name, field_ in (("loss", "loss"), ("loss curve", "curve")):
-        truth = getattr(runs.reference, field_)
-        error, own_error = (relative_rms(getattr(run, field_), truth) for run in runs.both)
+        true = getattr(runs.reference, field_)
+        error, own_error = (relative_rms(getattr(run, field_), true) for run in runs.both)
         report.hold(name, error, max(own_error, own * averaged), LOSS_FLOOR)
 
 

@@ -7,7 +7,6 @@ judges published tables as well as our own runs.
     python -m workshop.gate.plausibility claims.json
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ if __name__ == "__main__":
     errors.begin()
 
 from workshop import results
-from workshop.arguments import parse
+from workshop.arguments import argument, run
 from workshop.errors import WorkshopError
 from workshop.run import chips, flops, timing
 
@@ -198,14 +197,22 @@ def read_claims(path: Path) -> list[Claim]:
     return [results.convert(Claim, entry, f"{path}: claim {i}") for i, entry in numbered]
 
 
+@dataclass
+class Options:
+    """The command line."""
+
+    claims: Path = argument("JSON list of objects with Claim's fields")
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    return run(
+        Options,
+        lambda options: _show(options.claims),
+        argv,
+        interrupted="interrupted",
         prog="python -m workshop.gate.plausibility",
         description="Says which claims of a JSON list can't be true. Exit 0: all can; 1: some not.",
     )
-    parser.add_argument("claims", type=Path, help="JSON list of objects with Claim's fields")
-    arguments = parse(parser, argv)
-    return errors.exit_status(lambda: _show(arguments.claims), interrupted="interrupted")
 
 
 def _show(path: Path) -> int:

@@ -171,7 +171,7 @@ class Watch:
         chance: draws a step.
         total: the number of the run's last step plus 1.
         first: the number of the run's first step.
-        every: the run also stops after so many steps.
+        every: the run also stops each time that it has done this number of steps.
     """
 
     def __init__(

@@ -27,13 +27,13 @@ SHARE, FIXED_MS = 0.05, 10.0
 """By how much a candidate's step times may differ from the judge's clock, which also counts how the
 batches reach it and how the fingerprint comes back: measured as docs/trust.md has it."""
 UNEVEN = 1.25
-"""The judge's time over that of as many steps of the candidate's median, of which the row is made.
+"""The judge's time over that of as many steps of the candidate's median, which the row shows.
 On an H200, of 500 runs, their mean is at most 1.20 times their median, with FIXED_MS taken off."""
 IMPOSSIBLE = 3.0
 """Times the measured peak, at which no step can run."""
 PHASES_WITHIN = 0.2, 2.0
-"""The sum of a step's phases, which are timed in a pass of their own, as a share of the step. On
-an H200, of 400 runs, 0.68 to 1.39."""
+"""The sum of a step's phases, which are timed in a separate pass, as a share of the step. On an
+H200, of 400 runs, 0.68 to 1.39."""
 
 
 class Candidate:
@@ -171,7 +171,7 @@ class Candidate:
             result.memory_mb = {str(k): float(v) for k, v in memory.items()}
             result.memory_mb["source"] = str(details["memory_mb"]["source"])
         result.losses = results.finite(course.losses.tolist())
-        sizes = self.case.sizes
+        sizes: dict[str, int] = self.case.facts["sizes"]
         reached = [n for n, sketch in course.gradients.items() if n in sizes and sketch.any()]
         result.gradients = results.Gradients(
             tensors_total=len(sizes),
@@ -179,7 +179,8 @@ class Candidate:
             params_total=sum(sizes.values()),
             params_with_grad=sum(sizes[name] for name in reached),
         )
-        result.peak_tflops, result.peak_source = self.case.peak
+        for name in ("peak_tflops", "peak_source"):
+            setattr(result, name, self.case.facts[name])
         self.result = wire.sensible(wire.to_record(RunResult, dataclasses.asdict(result)))
 
     def _fail(self, closed: Closed) -> None:
@@ -262,7 +263,8 @@ def gate_shape(plan: Plan, case: Case) -> tuple[int, int]:
     """Batch size and sequence length of a candidate's gate."""
     if plan.interpreted:
         return interpreter.gate_shape(case.setting.batch_size, case.setting.seq_len)
-    return case.gate_shape
+    batch_size, seq_len = case.facts["shape"]
+    return batch_size, seq_len
 
 
 def settle_times(result: RunResult, judge_ms: float, steps: int, waited_ms: float) -> list[str]:

@@ -67,7 +67,7 @@ class Pipe:
     def send(
         self, kind: str, tensors: Mapping[str, Tensor] | None = None, /, **values: Any
     ) -> None:
-        """Raises Closed: nobody reads any more."""
+        """Raises Closed: the other side has ended."""
         plain = {
             name: tensor.detach().cpu().contiguous() for name, tensor in (tensors or {}).items()
         }
@@ -85,7 +85,7 @@ class Pipe:
             raise Ended(f"the process no longer listens ({error})") from None
 
     def receive(self) -> Message:
-        """Waits for the next message. Raises Closed: there is none, or it is no message."""
+        """Waits for the next message. Raises Closed: the other side ended, or sent no message."""
         try:
             line = self._read.readline(MOST_BYTES)
         except ConnectionError:  # it ended with a question unread
@@ -121,5 +121,5 @@ class Pipe:
 
     def close(self) -> None:
         for file in (self._read, self._write):
-            with contextlib.suppress(OSError):  # what was not sent: nobody reads it
+            with contextlib.suppress(OSError):  # what was not sent is lost with the other side
                 file.close()

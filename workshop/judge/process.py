@@ -42,7 +42,7 @@ Hear = Callable[[str], object]
 
 
 class Process:
-    """Answers questions until it is told to end. It ends with the judge, however that ends."""
+    """Answers questions until the judge ends it; the process ends with the judge, too."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], hear: Hear = lambda _: None
@@ -59,7 +59,7 @@ class Process:
         ours, theirs = socket.socketpair()
         self.stderr: list[str] = []
         self._lock, self._stopping = threading.Lock(), False
-        # A session of its own: a Ctrl-C at the terminal reaches us alone.
+        # In a new session: a Ctrl-C at the terminal reaches the judge alone.
         self._process = subprocess.Popen(
             command,
             stdin=theirs.fileno(),
@@ -101,7 +101,8 @@ class Process:
         self._pipe.send(kind, tensors, **values)
 
     def answer(self, *kinds: str) -> Message:
-        """The next message, of one of these kinds. Raises Closed: there is none."""
+        """The next message, of one of these kinds. Raises Closed: the process has
+        ended, or answers something else."""
         message = self._pipe.receive()
         if message.kind not in kinds:
             raise Closed(f"the process answered {message.kind!r:.40}, not {' or '.join(kinds)}")

@@ -1,4 +1,4 @@
-"""Studies of a lab: processes that prepare beside each other, and are timed one at a time.
+"""Studies of a lab: processes prepare in parallel, and are timed one at a time.
 
 To import, build and compile takes a minute of one core, the timed steps a second of the whole
 device. The judge writes the record from what it asked for; the process adds what it measured, and

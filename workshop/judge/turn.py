@@ -47,7 +47,7 @@ class Check(Protocol):
 
 
 class Turn:
-    """The turn of one process in a study, or of a process that nobody else judges.
+    """The turn of one process in a study, or of a process that judges itself.
 
     The methods raise Closed when the judge is gone.
     """

@@ -90,7 +90,7 @@ class Case:
     amounts: Callable[[int], dict[str, float]]
     """Bytes or FLOPs of each phase that is timed, by the bytes of an element."""
     constants: tuple[Any, ...] = ()
-    """What V3's operator takes after its tensors."""
+    """Arguments of V3's operator after its tensors."""
     upstream_scale: float = 1.0
     parts: int = 1
     """The number of parts in which the reference is computed, so that it fits into memory."""

@@ -31,15 +31,14 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 import torch
 from torch import Tensor
 
-from workshop import errors, results, versions
+from workshop import errors, results, tables, versions
 from workshop.arguments import parse
-from workshop.compare import tables
-from workshop.compare.tables import number
 from workshop.errors import WorkshopError
 from workshop.kernels import offline
 from workshop.kernels.offline import CHIPS, KIB, Chip, Kernel, Launch, get_chip
 from workshop.run import presets
 from workshop.run.precision import PRECISIONS, Precision
+from workshop.tables import number
 
 SCHEMA_VERSION = 1
 DEFAULT_TARGETS = ("gfx90a", "gfx942", "gfx950", "sm_90")

@@ -1,8 +1,8 @@
 """The judge of the kernels' benchmark: it draws, times, compares and records.
 
-It never runs an implementation: these have a process of their own, all those of a case together,
-so that they are timed in turn and drift hits all alike. The process gets a seed when it has to use
-it, and draws its arguments from that.
+It never runs an implementation: these have another process, all those of a case together, so that
+they are timed in turn and drift hits all alike. The process gets a seed when it has to use it, and
+draws its arguments from that.
 
 The check: results and every gradient against the plain version in fp64, which the judge computes,
 by relative RMS. The allowance calibrates itself on what the plain version loses at the same
@@ -53,13 +53,6 @@ TURN_MS = 2.0
 of more memory than the cache holds, the launch, and the wait for the device: up to 1.2 ms beside an
 H200. A sample can be understated by as much, and a shorter one can take any time."""
 
-NO_MEMORY = "this device has no memory for the check"
-
-
-def start_process(device: torch.device) -> Process:
-    interpreted = {interpreter.VARIABLE: "1"} if device.type == "cpu" else {}
-    return Process.of_module("workshop.kernels.implementations", os.environ | interpreted)
-
 
 # --- the check -------------------------------------------------------------------------------
 
@@ -101,25 +94,24 @@ def in_parts(case: Case, data: Data, dtype: torch.dtype | None) -> dict[str, Ten
     }
 
 
+Sketches = tuple[dict[str, Tensor], int]
+"""Sketches of tensors by name, and their seed."""
+
+
 def compare(
     verdict: Parity,
-    found: Mapping[str, Tensor],
-    seed: int,
+    found: Sketches,
     reference: Mapping[str, Tensor],
     allowed: Mapping[str, float],
     where: str = "",
 ) -> None:
-    """Adds to a verdict how far sketches are from the reference.
-
-    Args:
-        seed: of the sketches.
-        reference: the tensors that must be there.
-        where: begins each name.
-    """
+    """Adds to a verdict how far sketches are from the reference's tensors. A missing one fails.
+    `where` begins each name."""
+    tensors, seed = found
     for name, true in reference.items():
         error, limit = math.inf, allowed[name]
-        if name in found:
-            error = float((found[name] - sketch(true, name, seed)).norm() / true.double().norm())
+        if name in tensors:
+            error = float((tensors[name] - sketch(true, name, seed)).norm() / true.double().norm())
         verdict.measures[where + name] = {
             "error": error if math.isfinite(error) else None,
             "allowed": limit,
@@ -127,13 +119,17 @@ def compare(
         if not error <= limit:
             verdict.failures.append(
                 f"{where}{name} is missing or has another shape"
-                if name not in found
+                if name not in tensors
                 else f"{where}{name} is off by {error:.1e} of its size, allowed {limit:.1e}"
             )
     verdict.status = "fail" if verdict.failures else "pass"
 
 
 # --- a case ----------------------------------------------------------------------------------
+
+
+class Refused(Closed):
+    """An implementation does not do what it is asked for; the text says why."""
 
 
 @dataclass
@@ -148,8 +144,10 @@ class Turns:
     judge_ms: list[float] = field(default_factory=list)
     wrong: int = 0
     """How many of these contradict each other."""
-    answer: tuple[int, int, tuple[dict[str, Tensor], int]] | None = None
-    """Seed of the arguments, index of the call that is compared, its sketches and their seed."""
+    seed: int = 0
+    """Of the arguments of the turn whose call `index` is compared."""
+    index: int = 0
+    found: Sketches = field(default_factory=lambda: ({}, 0))
 
 
 class Judge:
@@ -158,55 +156,65 @@ class Judge:
     def __init__(self, setting: Setting, rounds: int, blank: LabRun) -> None:
         """`rounds`: timed turns of each, 0 if nothing is timed; `blank`: how a row begins."""
         self.setting, self.rounds, self._blank = setting, rounds, blank
-        self._process: Process | None = None
+        self._running: Process | None = None
         self._asked = ""
 
+    @property
+    def _process(self) -> Process:
+        if self._running is None:
+            self._running = start_process(self.setting.device)
+            precision = self.setting.precision.name
+            self._running.ask("setting", device=str(self.setting.device), precision=precision)
+        return self._running
+
     def stop(self) -> None:
-        if self._process is not None:
-            self._process.stop()
-            self._process = None
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
 
     def measure(self, case: Case) -> list[LabRun]:
         runs = [self._record(case, name) for name in (OURS, PLAIN, *case.others, COMPILED)]
+        self._asked = OURS
         try:
             self._measure(case, runs)
         except Closed as closed:
-            self._ended(runs, closed)
+            process, self._running = self._process, None
+            _, why = process.failure(closed)
+            self._end(runs, {self._asked: why}, f"{self._asked}: {why}")
         except torch.OutOfMemoryError:
             self.stop()
-            for run in runs:
-                run.gate, run.status, run.error = Parity(), "skipped", NO_MEMORY
-                run.phase_ms = {}
+            self._end(runs, {}, "this device has no memory for the check")
         for run in runs:
             self._settle(case, run)
         return runs
 
     def _record(self, case: Case, name: str) -> LabRun:
         amounts = case.amounts(self.setting.precision.dtype.itemsize)
-        run = dataclasses.replace(
-            copy.deepcopy(self._blank), subject=f"{case.op}, {case.size}", variant=name
-        )
+        subject = f"{case.op}, {case.size}"
+        run = dataclasses.replace(copy.deepcopy(self._blank), subject=subject, variant=name)
+        total = "bytes_per_step" if case.unit == GBS else "flops_per_step"
+        setattr(run, total, sum(amounts.values()))
         run.metrics |= amounts
-        if case.unit == GBS:
-            run.bytes_per_step = sum(amounts.values())
-        else:
-            run.flops_per_step = sum(amounts.values())
         return run
 
-    def _ask(self, kind: str, run: LabRun, /, **values: Any) -> Message | str:
-        """The answer, or why the implementation refuses."""
-        assert self._process is not None
+    def _end(self, runs: list[LabRun], reasons: dict[str, str], otherwise: str) -> None:
+        """Records why there is nothing more: the reason of the one that was asked, or another."""
+        for run in runs:
+            if not run.refused:
+                run.gate, run.phase_ms = Parity(), {}
+                run.status = "failed" if run.variant == OURS and OURS in reasons else "skipped"
+                run.error = reasons.get(run.variant, otherwise)
+
+    def _ask(self, kind: str, run: LabRun, /, **values: Any) -> Message:
+        """The answer. Raises Refused, Closed."""
         self._asked = run.variant
         self._process.ask(kind, name=run.variant, **values)
         answer = self._process.answer("answered", "refused")
-        return answer if answer.kind == "answered" else str(answer.values.get("why"))
+        if answer.kind == "refused":
+            raise Refused(str(answer.values.get("why")))
+        return answer
 
     def _measure(self, case: Case, runs: list[LabRun]) -> None:
-        self._asked = OURS
-        if self._process is None:
-            self._process = start_process(self.setting.device)
-            precision = self.setting.precision.name
-            self._process.ask("setting", device=str(self.setting.device), precision=precision)
         self._process.ask("case", op=case.op, sizes=case.sizes)
         self._process.answer("answered")
         seed = secrets.randbits(62)
@@ -215,11 +223,13 @@ class Judge:
         allowed = allowances(case, data, reference, self.setting)
         self._free_cache()
         for run in runs:
-            answer = self._ask("check", run, seed=seed)
-            if isinstance(answer, str):
-                run.status, run.error = "failed" if run.variant == OURS else "skipped", answer
+            try:
+                answer = self._ask("check", run, seed=seed)
+            except Refused as refused:
+                run.status = "failed" if run.variant == OURS else "skipped"
+                run.error = str(refused)
                 continue
-            compare(run.gate, *self._sketches(run, None), reference, allowed)
+            compare(run.gate, self._sketches(run, None), reference, allowed)
             run.gate.reference = "the plain version in float64"
             if run.gate.status == "pass" and answer.values.get("peak_mb"):
                 run.memory_mb = {"peak": _number(answer, "peak_mb")}
@@ -228,13 +238,13 @@ class Judge:
         for phase in (*case.phases, HOST) if self.rounds else ():
             self._time(case, phase, right, allowed)
 
-    def _sketches(self, run: LabRun, index: int | None) -> tuple[dict[str, Tensor], int]:
-        """Those of the check (None) or of a timed call, and their seed."""
+    def _sketches(self, run: LabRun, index: int | None) -> Sketches:
+        """Those of the check (None) or of a timed call."""
         seed = secrets.randbits(62)
-        answer = self._ask("sketch", run, index=index, seed=seed)
-        if isinstance(answer, str) or any(x.shape != (BUCKETS,) for x in answer.tensors.values()):
+        tensors = self._ask("sketch", run, index=index, seed=seed).tensors
+        if any(x.shape != (BUCKETS,) for x in tensors.values()):
             raise Closed("the process answered something else than sketches")
-        return answer.tensors, seed
+        return tensors, seed
 
     def _free_cache(self) -> None:
         """Leaves the implementations the memory that this process needs no more."""
@@ -251,27 +261,24 @@ class Judge:
         for number in range(self.rounds + 1):
             for turns in timed if number % 2 == 0 else timed[::-1]:
                 self._turn(turns, number)
-        assert self._process is not None
         self._process.ask("release")
         self._process.answer("answered")
         for turns in timed:
             self._finish(case, phase, turns, allowed)
 
     def _prepare(self, phase: str, run: LabRun) -> Turns | None:
-        answer = self._ask("prepare", run, phase=phase, seed=secrets.randbits(62))
-        if isinstance(answer, str):
-            add_note(run, f"{phase} not timed: {answer}")
+        try:
+            answer = self._ask("prepare", run, phase=phase, seed=secrets.randbits(62))
+        except Refused as refused:
+            add_note(run, f"{phase} not timed: {refused}")
             return None
-        if answer.values.get("note"):
-            add_note(run, str(answer.values["note"]))
+        add_note(run, str(answer.values.get("note") or ""))
         calls = int(_number(answer, "calls"))
         return Turns(run, calls, compared=1 + secrets.randbelow(self.rounds))
 
     def _turn(self, turns: Turns, number: int) -> None:
-        assert self._process is not None
         seed, run = secrets.randbits(62), turns.run
-        if isinstance(refused := self._ask("load", run, seed=seed), str):
-            raise Closed(refused)
+        self._ask("load", run, seed=seed)
         done, seconds, waited = self._process.timed("go", {}, "answered", name=run.variant)
         if number:  # the first is not counted
             told, judge = _number(done, "ms"), seconds * 1e3
@@ -280,8 +287,8 @@ class Judge:
             more = SHARE * judge + TURN_MS + (waited or 0.0) * 1e3
             turns.wrong += not told <= judge <= told + more
         if number == turns.compared:
-            index = secrets.randbelow(turns.calls)
-            turns.answer = seed, index, self._sketches(run, index)
+            turns.seed, turns.index = seed, secrets.randbelow(turns.calls)
+            turns.found = self._sketches(run, turns.index)
 
     def _finish(self, case: Case, phase: str, turns: Turns, allowed: Mapping[str, float]) -> None:
         """Records a phase, and compares the timed call, and the times with the judge's."""
@@ -291,51 +298,42 @@ class Judge:
             return
         run.judge_ms = (run.judge_ms or 0.0) + timing.median(turns.judge_ms) / turns.calls
         run.audit.failures += wrong_times(turns, phase)
-        assert turns.answer is not None
-        seed, index, found = turns.answer
-        data = draw_data(case, self.setting, seed)
+        data = draw_data(case, self.setting, turns.seed)
         moved = data.fresh()
-        moved.fill(data, index)
+        moved.fill(data, turns.index)
         reference = in_parts(case, moved, torch.float64)
         wanted = {name: reference[name] for name in names(case, phase)}
-        compare(run.audit, *found, wanted, allowed, f"timed {phase}: ")
+        compare(run.audit, turns.found, wanted, allowed, f"timed {phase}: ")
 
     # --- the verdict ---
-
-    def _ended(self, runs: list[LabRun], closed: Closed) -> None:
-        """Records why the process ended; whose turn it was, that is the reason for."""
-        assert self._process is not None
-        process, self._process = self._process, None
-        _, why = process.failure(closed)
-        for run in runs:
-            if not run.refused:
-                run.gate, run.phase_ms = Parity(), {}
-                run.status = "failed" if run.variant == self._asked == OURS else "skipped"
-                run.error = why if run.variant == self._asked else f"{self._asked}: {why}"
 
     def _settle(self, case: Case, run: LabRun) -> None:
         """Gives a record its status, and what follows from its times."""
         row, peaks = Row((run,)), chips.find_peaks(str(run.device["name"]))
         limit = peaks and (peaks.bandwidth_gbs if case.unit == GBS else run.peak_tflops)
         for phase in case.phases:
-            if rate := row.rate(phase):
-                words = f"{phase}: {rate:,.0f} {case.unit}, more than"
-                if limit and rate > limit:
-                    run.plausibility.append(f"{words} the chip's {limit:,.0f}")
-                if row.ceiling and rate > IMPOSSIBLE * row.ceiling:
-                    times = f"{IMPOSSIBLE:g} times what a large copy or product reaches here"
-                    run.audit.failures.append(f"timed {words} {times}")
-                    run.audit.status = "fail"
+            rate = row.rate(phase) or 0.0
+            words = f"{phase}: {rate:,.0f} {case.unit}, more than"
+            if limit and rate > limit:
+                run.plausibility.append(f"{words} the chip's {limit:,.0f}")
+            if row.ceiling and rate > IMPOSSIBLE * row.ceiling:
+                times = f"{IMPOSSIBLE:g} times what a large copy or product reaches here"
+                run.audit.failures.append(f"timed {words} {times}")
+                run.audit.status = "fail"
         if run.refused:
             run.status = "gate failed" if run.gate.status == "fail" else "audit failed"
             run.phase_ms, run.memory_mb, run.judge_ms = {}, {}, None
         elif run.gate.status == "pass":
-            run.step_ms = list(
-                map(sum, zip(*(run.phase_ms.get(p, []) for p in case.phases), strict=False))
-            )
+            phases = (run.phase_ms.get(phase, []) for phase in case.phases)
+            run.step_ms = list(map(sum, zip(*phases, strict=False)))
             if not run.step_ms:
                 untimed = f"not timed: {run.metrics.get('note')}"
                 run.status, run.error = "skipped", untimed if self.rounds else NOTHING_TIMED
+
+
+def start_process(device: torch.device) -> Process:
+    interpreted = {interpreter.VARIABLE: "1"} if device.type == "cpu" else {}
+    return Process.of_module("workshop.kernels.implementations", os.environ | interpreted)
 
 
 def _number(answer: Message, name: str) -> float:
@@ -347,7 +345,8 @@ def _number(answer: Message, name: str) -> float:
 
 
 def add_note(run: LabRun, note: str) -> None:
-    run.metrics["note"] = "; ".join(filter(None, (str(run.metrics.get("note", "")), note)))
+    if note:
+        run.metrics["note"] = "; ".join(filter(None, (str(run.metrics.get("note", "")), note)))
 
 
 def wrong_times(turns: Turns, phase: str) -> list[str]:

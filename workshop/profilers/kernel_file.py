@@ -50,11 +50,8 @@ def hint(columns: list[str]) -> str | None:
 
 
 def read(path: Path) -> KernelTable:
-    """Reads JSON_FILE.
-
-    Raises:
-        WorkshopError: it is broken; the message names the file and the field.
-    """
+    """Reads JSON_FILE. Raises WorkshopError: it is broken; the message names the file and the
+    field."""
     content = results.read_json(path)
     if content.pop("schema_version", None) != SCHEMA_VERSION:
         raise WorkshopError(

@@ -94,11 +94,8 @@ def load_with_doubts(path: Path, *, ended: bool = True) -> KernelTable:
 
 def recorded(path: Path) -> RunResult | LabRun | None:
     """The record that a runner of this workshop left with a profile, in the folder that it filled
-    or, where that is not known, beside the profile; None for another program's profile.
-
-    Raises:
-        WorkshopError: there is one, and it is broken.
-    """
+    or, where that is not known, beside the profile; None for another program's profile. Raises
+    WorkshopError: there is one, and it is broken."""
     folder = _runners_folder(path) or (path if path.is_dir() else path.parent)
     record = folder / RUN_FILE
     return records.load_run(record) if record.is_file() else None
@@ -170,11 +167,7 @@ def _check_for_one_run(folder: Path) -> None:
 
 
 def _reader(path: Path) -> ModuleType:
-    """The parser of a file.
-
-    Raises:
-        WorkshopError: the file is nothing that is known.
-    """
+    """The parser of a file. Raises WorkshopError: the file is nothing that is known."""
     if rocprofv3.is_database(path):
         return rocprofv3
     if path.suffix in _OTHERS_OPEN:

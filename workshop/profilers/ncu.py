@@ -133,10 +133,7 @@ class Report:
 
 def recognises(path: Path) -> bool:
     """Whether a file is a page of ncu's in CSV, with or without a program's output before it.
-
-    Raises:
-        WorkshopError: it can't be read.
-    """
+    Raises WorkshopError: it can't be read."""
     before = lines(path, BEFORE_HEADER)
     return any(line.startswith(f'"{_ID}"') and f'"{_NAME}"' in line for line in before)
 
@@ -152,10 +149,7 @@ def hint(path: Path) -> str | None:
 
 def read(path: Path) -> KernelTable:
     """The kernels of a CSV file of either page, with bytes and operations where they were counted.
-
-    Raises:
-        WorkshopError: it can't be read, or has no kernel with a time.
-    """
+    Raises WorkshopError: it can't be read, or has no kernel with a time."""
     problems, sums, without_tensor = Problems(path), Sums(), False
     device = None
     for launch, counted in _counted_launches(path, problems):
@@ -185,10 +179,7 @@ def read(path: Path) -> KernelTable:
 
 def read_counts(path: Path) -> Report:
     """As `read`, with operations by kind and bytes by level. What was not collected is absent.
-
-    Raises:
-        WorkshopError: it can't be read, or has no kernel with a time.
-    """
+    Raises WorkshopError: it can't be read, or has no kernel with a time."""
     problems, total = Problems(path), Counted("all kernels")
     kernels: dict[str, Counted] = {}
     metrics: set[str] = set()

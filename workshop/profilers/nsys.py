@@ -135,11 +135,8 @@ class _Reports:
 
 
 def _rows(path: Path, report: str, problems: Problems, optional: Iterable[str]) -> Iterator[Any]:
-    """The rows of one report: of the first table in its file alone.
-
-    Raises:
-        WorkshopError: the file can't be read, or is not this report.
-    """
+    """The rows of one report: of the first table in its file alone. Raises WorkshopError: the file
+    can't be read, or is not this report."""
     found, first_column = _find_header(path)
     if _COLUMNS[found] != _COLUMNS[report]:
         raise WorkshopError(f"{path}: has the columns of {found}, not of {report}")

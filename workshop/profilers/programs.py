@@ -23,7 +23,7 @@ _LABS = (
         "inference_benchmark",
         "inference of vision networks",
         ROOT / "labs" / "inference_benchmark" / "micro_benchmarking_pytorch.py",
-        watched="labs.inference_benchmark.watched",
+        watched="labs.inference_benchmark.profiling",
     ),
 )
 PROGRAMS = {

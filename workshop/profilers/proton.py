@@ -34,11 +34,8 @@ def recognises_json(start: str) -> bool:
 
 
 def read(path: Path) -> KernelTable:
-    """The kernels of a .hatchet file: those in scopes named "step", if there are any.
-
-    Raises:
-        WorkshopError: it can't be read, is no such file, or has no kernels.
-    """
+    """The kernels of a .hatchet file: those in scopes named "step", if there are any. Raises
+    WorkshopError: it can't be read, is no such file, or has no kernels."""
     problems = Problems(path)
     trees, device_info = _load(path)
     in_steps, elsewhere, everywhere = Sums(), Sums(), Sums()

@@ -178,11 +178,8 @@ def readable(path: Path) -> Iterator[None]:
 
 def lines(path: Path, most: float = math.inf) -> Iterator[str]:
     """The lines of a text file, gzip or not, unknown bytes replaced, up to the one in which its
-    `most`-th character is; a truncated gzip gives what can be unpacked.
-
-    Raises:
-        WorkshopError: it can't be read.
-    """
+    `most`-th character is; a truncated gzip gives what can be unpacked. Raises WorkshopError: it
+    can't be read."""
     opener = _Gzip if starts_with(path, b"\x1f\x8b") else open
     with (
         readable(path),
@@ -225,11 +222,8 @@ class CsvTable:
 
     def __init__(self, path: Path, problems: Problems, *, first_column: str | None = None) -> None:
         """Reads the header: the first line, or the first that begins with `first_column` where
-        a program's own output may precede it.
-
-        Raises:
-            WorkshopError: there is no such line, or the file can't be read.
-        """
+        a program's own output may precede it. Raises WorkshopError: there is no such line, or the
+        file can't be read."""
         self.path, self._problems = path, problems
         self._lines_before = 0
         self._reader = csv.reader(self._from_header(first_column))

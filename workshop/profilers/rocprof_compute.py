@@ -34,11 +34,7 @@ _CEILING = re.compile(r"(?P<name>\w+?)(?P<unit>bw|flops|ops)", re.IGNORECASE)
 def read(path: Path) -> KernelTable:
     """The kernels of a workload: the folder `path`, or the first by name that lies below it, or
     that of the file `path`. A counter's figure is the mean over a kernel's dispatches, times its
-    calls.
-
-    Raises:
-        WorkshopError: there is no workload, or no kernel in it.
-    """
+    calls. Raises WorkshopError: there is no workload, or no kernel in it."""
     workloads = _workloads(path)
     if not workloads:
         raise WorkshopError(
@@ -227,11 +223,8 @@ def ceilings(folder: Path) -> list[Ceilings]:
 
 def read_roofline(path: Path) -> list[Ceilings]:
     """The ceilings in a roofline.csv, one entry for each GPU. The bounds of their confidence
-    intervals, in columns of their own, are left out.
-
-    Raises:
-        WorkshopError: it can't be read, or has no ceilings in it.
-    """
+    intervals, in columns of their own, are left out. Raises WorkshopError: it can't be read, or has
+    no ceilings in it."""
     problems = Problems(path)
     table = CsvTable(path, problems)
     columns = {name: match for name in table.columns if (match := _CEILING.fullmatch(name))}

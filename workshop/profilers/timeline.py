@@ -74,11 +74,8 @@ class Lane:
 
 
 def read(path: Path) -> Trace:
-    """Reads a trace that can be drawn; its warnings name what could not be read.
-
-    Raises:
-        WorkshopError: it can't be read, is no trace, or there is nothing to draw in it.
-    """
+    """Reads a trace that can be drawn; its warnings name what could not be read. Raises
+    WorkshopError: it can't be read, is no trace, or there is nothing to draw in it."""
     if path.is_file() and not traces.recognises_json(reading.head(path)):
         raise WorkshopError(f"{path}: no trace of torch.profiler, the only one that can be drawn")
     trace, problems = traces.read(path)
@@ -91,11 +88,8 @@ def read(path: Path) -> Trace:
 def choose_window(
     trace: Trace, step: int | None, start_ms: float | None, end_ms: float | None
 ) -> Window:
-    """The stretch to draw: the arguments are those of `picture.draw`.
-
-    Raises:
-        WorkshopError: there is no such step or stretch.
-    """
+    """The stretch to draw: the arguments are those of `picture.draw`. Raises WorkshopError: there
+    is no such step or stretch."""
     last = max(_ms(trace, event.end) for event in trace.of(*traces.KINDS))
     if start_ms is not None or end_ms is not None:
         if step is not None:
@@ -150,11 +144,7 @@ def _last_launched(trace: Trace, step: Event) -> float:
 def arrange(trace: Trace, window: Window) -> list[Lane]:
     """The lanes in the window: first the threads of the host, the main thread before those that
     it set to work, then the streams of the GPUs. Of many only the busiest are kept, and the trace
-    gets a warning.
-
-    Raises:
-        WorkshopError: nothing happens in it.
-    """
+    gets a warning. Raises WorkshopError: nothing happens in it."""
     inside: defaultdict[Track, dict[str, list[Slice]]] = defaultdict(dict)
     streams = {event.track for event in trace.of(*traces.ON_GPU, traces.GPU_ANNOTATION)}
     for event in trace.of(*traces.KINDS):

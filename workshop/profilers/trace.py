@@ -34,6 +34,7 @@ _WHOLE_TRACE = "Trace"
 _ON_HOST = {OPERATOR, ANNOTATION, *CALLS, "python_function", _WHOLE_TRACE}
 _READ = {*KINDS, *_ON_HOST}
 NO_CORRELATION = 0
+_ID = (int, str)
 _FOR_ORIGIN = 1000
 """Events from whose starts the clock takes its origin."""
 _WEEK_NS = 7 * 24 * 3600e9
@@ -194,7 +195,7 @@ class _Reader:
 
     def __init__(self, trace: Trace, origin_us: float) -> None:
         self.trace, self._origin_us = trace, origin_us
-        self._host = [math.inf, -math.inf]
+        self._first, self._last = math.inf, -math.inf  # of what the host did
         self._long: list[tuple[int, Event]] = []
         self._names: dict[str, str] = {}  # as read, as printed: one copy of each for all events
 
@@ -205,26 +206,28 @@ class _Reader:
         phase, kind, arguments = entry.get("ph"), entry.get("cat"), entry.get("args")
         if not isinstance(arguments, dict):
             arguments = {}
-        if phase == "M" and entry.get("name") == "thread_name":
-            self._name_thread(_track(entry), arguments.get("name"))
-        if phase != "X" or not isinstance(kind, str) or kind not in _READ:
+        if phase != "X":
+            if phase == "M" and entry.get("name") == "thread_name":
+                self._name_thread(_track(entry), arguments.get("name"))
+            return
+        if not isinstance(kind, str) or kind not in _READ:
             return
         start, end = self._times(entry)
         if kind in _ON_HOST:
-            self._host = [min(self._host[0], start), max(self._host[1], end)]
+            self._first, self._last = min(self._first, start), max(self._last, end)
         if kind not in KINDS:
             self.trace.begin = min(self.trace.begin, start)
             return
         event = self._event(entry, kind, arguments, start, end)
-        if kind in (*ON_GPU, GPU_ANNOTATION) and event.ns > _UNSEEN_NS:
+        if end - start > _UNSEEN_NS and kind in (*ON_GPU, GPU_ANNOTATION):
             self._long.append((row, event))
         else:
             self._keep(event)
 
     def add_long(self, problems: Problems) -> None:
         """All entries were added: the longest can be judged."""
-        first, last = self._host
-        limit = max(_UNSEEN_NS, last - first) if first < last else math.inf
+        seen_ns = self._last - self._first
+        limit = max(_UNSEEN_NS, seen_ns) if seen_ns > 0 else math.inf
         for row, event in self._long:
             if event.ns <= limit:
                 self._keep(event)
@@ -243,13 +246,14 @@ class _Reader:
         if name not in self._names:
             self._names[name] = printable(name)
         name, correlation, moved = self._names[name], NO_CORRELATION, None
-        with suppress(Invalid):
-            correlation = count(arguments.get("correlation"))
-        if kind in ON_GPU[1:]:
-            moved = _traffic(name, kind, arguments.get("bytes"))
-        device = arguments.get("device", entry.get("pid")) if kind in ON_GPU else 0
-        if not isinstance(device, int):
-            device = 0
+        if "correlation" in arguments:
+            with suppress(Invalid):
+                correlation = count(arguments["correlation"])
+        device = 0
+        if kind in ON_GPU:
+            number = arguments.get("device", entry.get("pid"))
+            device = number if isinstance(number, int) else 0
+            moved = None if kind == "kernel" else _traffic(name, kind, arguments.get("bytes"))
         return Event(start, end, name, kind, _track(entry), correlation, device, moved)
 
     def _times(self, entry: dict) -> tuple[float, float]:
@@ -276,10 +280,8 @@ class _Reader:
 
 
 def _track(entry: Mapping[str, Any]) -> Track:
-    process, thread = (
-        one if isinstance(one, int | str) else "" for one in (entry.get("pid"), entry.get("tid"))
-    )
-    return process, thread
+    process, thread = entry.get("pid"), entry.get("tid")
+    return process if isinstance(process, _ID) else "", thread if isinstance(thread, _ID) else ""
 
 
 def _traffic(name: str, kind: str, size: Any) -> float | None:

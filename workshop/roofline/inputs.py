@@ -5,7 +5,6 @@ and must at least move.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from workshop import records, results
@@ -61,19 +60,6 @@ _ROCPROF_RATES = {
 """Our names for what rocprof-compute calls its ceilings; those of other data types are left out."""
 
 
-@dataclass
-class Inputs:
-    """The contents of the files."""
-
-    runs: list[RunResult] = field(default_factory=list)
-    tables: list[tuple[KernelTable, RunResult | None]] = field(default_factory=list)
-    """Each with the record of its run, where it has one."""
-    kernels: list[KernelRow] = field(default_factory=list)
-    """Rows of V3's benchmark, where there is no run."""
-    ceilings: list[Ceiling] = field(default_factory=list)
-    """Ceilings that a tool measured beside its profile."""
-
-
 def load(
     paths: Sequence[Path],
     runs: Sequence[RunResult] = (),
@@ -92,26 +78,32 @@ def load(
     Raises:
         WorkshopError: nothing in them can be read, or nothing in them has a place on a roofline.
     """
-    found = Inputs(list(runs))
-    for path in () if runs else paths:
-        _collect(path, found)
     roofline = Roofline(", ".join(printable(str(path)) for path in paths), None, [])
     roofline.notes.append(model.RULE)
-    _add_runs(roofline, found.runs, precision, config)
-    for table, run in found.tables:
+    found, tables, kernels = list(runs), [], []
+    for path in () if runs else paths:
+        in_folder = path.is_dir() and not (path / RUN_FILE).is_file() and records.files_in(path)
+        if in_folder or path.suffix == records.SUFFIX:
+            its = records.load_folder(path, Run)
+            found += [run for run in its if isinstance(run, RunResult)]
+            kernels += [run for run in its if isinstance(run, LabRun) and run.lab == KERNELS]
+        elif path.parent.name == ceilings.FOLDER:
+            roofline.ceilings += ceilings.load(path).ceilings()
+        elif path.name == "roofline.csv":
+            roofline.ceilings += _rocprof_ceilings(path, rocprof_compute.read_roofline(path))
+        else:
+            tables.append((profiles.load(path), profiles.recorded_run(path)))
+            if path.is_dir():
+                roofline.ceilings += _rocprof_ceilings(path, rocprof_compute.ceilings(path))
+    _add_runs(roofline, found, precision, config)
+    for table, run in tables:
         _add_table(roofline, table, run, precision)
-        if line := table.timeline:
-            roofline.notes.append(
-                f"the GPU was idle for {line.idle_ns / line.span_ns:.0%} of the profile's "
-                f"{duration(line.span_ns)}; a profiler slows the host"
-            )
-    if found.kernels:
-        _add_benchmark(roofline, found.kernels, paths[0])
+    if kernels and not found:
+        _add_benchmark(roofline, [KernelRow((run,)) for run in kernels], paths[0])
     if not roofline.points:
         reason = "; ".join(roofline.notes[1:]) or "no timed run, no kernel with counters"
         raise WorkshopError(f"{roofline.title}: nothing for a roofline: {reason}")
     roofline.notes = list(dict.fromkeys(roofline.notes))
-    roofline.ceilings += found.ceilings
     return roofline
 
 
@@ -158,26 +150,6 @@ def _check(flag: str, value: float) -> float:
     if not results.LEAST <= value <= results.MOST:
         raise WorkshopError(f"{flag} {value}: it must lie between {results.LEAST:g} and 1e15")
     return value
-
-
-# --- what a path is ------------------------------------------------------------------------------
-
-
-def _collect(path: Path, found: Inputs) -> None:
-    in_folder = path.is_dir() and not (path / RUN_FILE).is_file() and records.files_in(path)
-    if in_folder or path.suffix == records.SUFFIX:
-        its = records.load_folder(path, Run)
-        found.runs += [run for run in its if isinstance(run, RunResult)]
-        of_labs = (run for run in its if isinstance(run, LabRun) and run.lab == KERNELS)
-        found.kernels += [] if found.runs else [KernelRow((run,)) for run in of_labs]
-    elif path.parent.name == ceilings.FOLDER:
-        found.ceilings += ceilings.load(path).ceilings()
-    elif path.name == "roofline.csv":
-        found.ceilings += _rocprof_ceilings(path, rocprof_compute.read_roofline(path))
-    else:
-        found.tables.append((profiles.load(path), profiles.recorded_run(path)))
-        if path.is_dir():
-            found.ceilings += _rocprof_ceilings(path, rocprof_compute.ceilings(path))
 
 
 def _rocprof_ceilings(path: Path, found: list[rocprof_compute.Ceilings]) -> list[Ceiling]:
@@ -300,8 +272,13 @@ def _add_table(
     # A trace has the bytes of copies and memsets, without any counter.
     if sum(table.share(kernel) for kernel in counted) >= LEAST_SEEN:
         _add_kernels(roofline, table, counted, precision or (run.precision if run else None))
-        return
-    roofline.notes.append(NEEDS_COUNTERS)
+    else:
+        roofline.notes.append(NEEDS_COUNTERS)
+    if line := table.timeline:
+        roofline.notes.append(
+            f"the GPU was idle for {line.idle_ns / line.span_ns:.0%} of the profile's "
+            f"{duration(line.span_ns)}; a profiler slows the host"
+        )
 
 
 def _set_device(roofline: Roofline, device: Mapping[str, object], path: Path | None = None) -> None:

@@ -39,14 +39,8 @@ def read_corpus(path: Path | None = None) -> Corpus:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_TEXT_BYTES)
-    except FileNotFoundError:
-        raise WorkshopError(f"--text-file {path} does not exist") from None
-    except IsADirectoryError:
-        raise WorkshopError(f"--text-file {path} is a directory: name one file") from None
     except OSError as error:
         raise WorkshopError(f"--text-file {path} can't be read: {error.strerror}") from None
-    if not content:
-        raise WorkshopError(f"--text-file {path} is empty: training needs text")
     return Corpus(path.name, torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
 

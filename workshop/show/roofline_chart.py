@@ -1,5 +1,6 @@
-"""Draws a roofline: a PNG for a projector, and its points in a table."""
+"""The roofline: a PNG for a projector, and its points as a table."""
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterable, Sequence
@@ -12,16 +13,12 @@ from workshop.profilers.names import display_name
 from workshop.profilers.picture import COLOURS as KERNEL_COLOURS
 from workshop.roofline import model
 from workshop.roofline.model import COMPUTE, MAIN_MEMORY, MEASURED, MEMORY, Point, Roofline, share
+from workshop.show.charts import PHASES
 from workshop.tables import Line as TableLine
 from workshop.tables import Table
 
-COLOURS = KERNEL_COLOURS | {
-    "step": "#222222",
-    "forward": "#3B7DD8",
-    "backward": "#E07B39",
-    "AdamW": "#5AA469",
-    "numbers": "#0072B2",
-}
+COLOURS = KERNEL_COLOURS | {"step": "#222222", "numbers": "#0072B2"}
+COLOURS |= dict(zip(("forward", "backward", "AdamW"), (c for *_, c in PHASES), strict=True))
 """By category: a kernel's as in other pictures, a step's parts as in the comparisons'."""
 MOST_DRAWN = 200
 """Points in a picture. Those that follow are the shortest kernels."""
@@ -29,14 +26,11 @@ WIDTH, HEIGHT, DPI = 1600, 900, 100
 """Size of the PNG, in pixels."""
 _FLAG = "#B3261E"
 _CEILING_COLOURS = dict.fromkeys(model.ORIGINS, "#1A1F24") | {MEASURED: "#9C2C77"}
-_LEFT, _INSIDE, _RIGHT = -1, 0, 1
-"""Where a point is drawn: at its intensity, or at an edge of the plot."""
-_MARKERS = {_LEFT: "<", _INSIDE: "o", _RIGHT: ">"}
-"""By edge."""
+_MARKERS = {-1: "<", 0: "o", 1: ">"}
+"""By edge: a point is at its intensity (0), or at the plot's left or right edge."""
 _LEVELS = {"L2": "s", "L1": "D"}
 """Markers of points in the plot whose bytes are those of a cache."""
-_EDGES = {_LEFT: "no operations, or not counted", _RIGHT: "no bytes, or not counted"}
-_X_TITLE, _Y_TITLE = "arithmetic intensity, FLOP per byte of memory traffic", "FLOP/s"
+_EDGES = {-1: "no operations, or not counted", 1: "no bytes, or not counted"}
 _FONT_SIZE, _LONGEST_NAME = 13, 36
 _SMALLEST_AREA, _LARGEST_AREA = 60.0, 1500.0
 """Areas of a marker, in square points: the least that is visible, and that of the longest time."""
@@ -62,12 +56,12 @@ class View:
         left, right = self.x[0] * 1.12, self.x[1] / 1.12
         intensity = point.intensity
         if point.flops_per_s and (intensity is None or intensity > right):
-            return right, max(point.flops_per_s, self.y[0]), _RIGHT
+            return right, max(point.flops_per_s, self.y[0]), 1
         if point.bytes_per_s and (not point.flops_per_s or (intensity or 0) < left):
-            return left, max(point.bytes_per_s * left, self.y[0]), _LEFT
+            return left, max(point.bytes_per_s * left, self.y[0]), -1
         if not point.flops_per_s or intensity is None:
             return None
-        return intensity, max(point.flops_per_s, self.y[0]), _INSIDE
+        return intensity, max(point.flops_per_s, self.y[0]), 0
 
 
 @dataclass(frozen=True)
@@ -82,14 +76,11 @@ class Line:
     start: tuple[float, float]
     end: tuple[float, float]
 
-    @property
-    def colour(self) -> str:
-        return _CEILING_COLOURS[self.origin]
-
 
 @dataclass(frozen=True)
 class Mark:
-    """A point as it is drawn."""
+    """A point as it is drawn. Its area, in square points, is in proportion to its time; all are
+    alike where no times are known, and at the caches."""
 
     rank: int
     point: Point
@@ -97,8 +88,6 @@ class Mark:
     y: float
     edge: int
     area: float
-    """In square points: in proportion to its time; all alike where no times are known, and at the
-    caches."""
     implausible: bool
 
     @property
@@ -108,17 +97,12 @@ class Mark:
 
     @property
     def marker(self) -> str:
-        inside = _LEVELS.get(self.point.level, _MARKERS[_INSIDE])
-        return inside if self.edge == _INSIDE else _MARKERS[self.edge]
+        return _MARKERS[self.edge] if self.edge else _LEVELS.get(self.point.level, _MARKERS[0])
 
     @property
     def is_lower_bound(self) -> bool:
         """Whether it may lie further left."""
-        return self.point.at_least and self.edge == _INSIDE
-
-    @property
-    def edge_colour(self) -> str:
-        return _FLAG if self.implausible else "white"
+        return self.point.at_least and not self.edge
 
 
 def view(roofline: Roofline) -> View:
@@ -177,57 +161,6 @@ def marks(roofline: Roofline, frame: View) -> list[Mark]:
     return found
 
 
-Spot = tuple[float, float]
-_SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
-"""Places beside a marker: how far right and up."""
-_HALF_NUMBER = 12.0, 9.0
-"""Half the width and height of a number, in pixels."""
-
-
-def number_spots(
-    markers: Sequence[tuple[float, float, float]], corner: Spot, reaches: Sequence[int], most: int
-) -> list[Spot | None]:
-    """Where the numbers of the first markers have room: on no other number, and if possible on no
-    marker; None where there is none.
-
-    Args:
-        markers: x, y and radius of each, in pixels from the plot's lower left corner.
-        corner: the plot's upper right one.
-        reaches: distances to try, in pixels between a marker and its number.
-    """
-    width, height = _HALF_NUMBER
-    found: list[Spot | None] = []
-
-    def overlaps(spot: Spot, others: Iterable[tuple[float, float, float, float]]) -> bool:
-        """Others are x, y, and half their width and height."""
-        return any(
-            abs(spot[0] - x) < width + w and abs(spot[1] - y) < height + h for x, y, w, h in others
-        )
-
-    for x, y, radius in markers[:most]:
-        numbers = [(*other, *_HALF_NUMBER) for other in found if other]
-        spots = [
-            (x + across * (radius + reach + width), y + up * (radius + reach + height))
-            for reach in reaches
-            for across, up in _SIDES
-        ]
-        free = [
-            spot
-            for spot in spots
-            if width <= spot[0] <= corner[0] - width and height <= spot[1] <= corner[1] - height
-            if not overlaps(spot, numbers)
-        ]
-        circles = [(a, b, r, r) for a, b, r in markers]
-        beside = (spot for spot in free if not overlaps(spot, circles))
-        found.append(next(beside, free[0] if free else None))
-    return found
-
-
-def _categories(drawn: Sequence[Mark]) -> list[str]:
-    present = {mark.point.category for mark in drawn}
-    return [category for category in COLOURS if category in present]
-
-
 # --- the PNG -------------------------------------------------------------------------------------
 
 
@@ -256,12 +189,12 @@ def picture(roofline: Roofline, labels: int) -> Any:
     axes.grid(which="major", color="#E3E6EA", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=size)
-    axes.set_xlabel(_X_TITLE, fontsize=size)
-    axes.set_ylabel(_Y_TITLE, fontsize=size)
+    axes.set_xlabel("arithmetic intensity, FLOP per byte of memory traffic", fontsize=size)
+    axes.set_ylabel("FLOP/s", fontsize=size)
     axes.yaxis.set_major_formatter(EngFormatter())
     axes.xaxis.set_major_formatter("{x:,.10g}")
-    _write(figure, 0.012, 0.965, display_name(roofline.heading, 110), fontsize=17,
-           fontweight="bold")  # fmt: skip
+    title = {"fontsize": 17, "fontweight": "bold"}
+    _write(figure, 0.012, 0.965, display_name(roofline.heading, 110), **title)
     _draw_ceilings(axes, ceilings)
     _draw_marks(axes, drawn)
     _number(axes, drawn, labels)
@@ -274,38 +207,35 @@ def _write(figure: Any, x: float, y: float, text: str, **style: Any) -> None:
     figure.text(x, y, text, **{"va": "center", "fontsize": _FONT_SIZE, "parse_math": False} | style)
 
 
+def _arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], **look: Any) -> None:
+    """From one pixel of the figure to another."""
+    axes.annotate("", end, xytext=start, xycoords="figure pixels", textcoords="figure pixels",
+                  arrowprops=look)  # fmt: skip
+
+
 def _draw_ceilings(axes: Any, ceilings: Sequence[Line]) -> None:
     for line in ceilings:
-        axes.plot(
-            *zip(line.start, line.end, strict=True),
-            color=line.colour,
-            linestyle="--" if line.origin == MEASURED else "-",
-            linewidth=2.2 if line.is_main else 1.2,
-            zorder=2,
-        )
+        look = {"color": _CEILING_COLOURS[line.origin], "linewidth": 2.2 if line.is_main else 1.2}
+        dashes = "--" if line.origin == MEASURED else "-"
+        axes.plot(*zip(line.start, line.end, strict=True), dashes, zorder=2, **look)
     for kind in model.KINDS:
         own = sorted((line for line in ceilings if line.kind == kind), key=lambda one: -one.end[1])
         lowest = math.inf
         for line in own:
+            colour = _CEILING_COLOURS[line.origin]
             right, end = axes.transData.transform(line.end)
             # Each a line of text below the one before, or at its own height.
             lowest = min(end, lowest - 1.6 * _FONT_SIZE)
             if kind == COMPUTE:  # beside the plot
                 spot, anchor = (right + 22, lowest), "left"
-                axes.annotate(
-                    "", (right + 20, lowest), xytext=(right + 2, end),
-                    xycoords="figure pixels", textcoords="figure pixels",
-                    arrowprops={"arrowstyle": "-", "color": line.colour},
-                )  # fmt: skip
+                _arrow(axes, (right + 2, end), (right + 20, lowest), arrowstyle="-", color=colour)
             else:  # above its own line, where no point is
                 height = axes.transData.inverted().transform((0, lowest))[1]
-                bandwidth = line.end[1] / line.end[0]
-                left = axes.transData.transform((height / bandwidth, height))[0]
-                spot, anchor = (left - 8, lowest), "right"
+                across = height * line.end[0] / line.end[1]
+                spot, anchor = (axes.transData.transform((across, height))[0] - 8, lowest), "right"
             axes.annotate(
-                line.text, spot, xycoords="figure pixels", ha=anchor, va="center",
-                color=line.colour, fontsize=_FONT_SIZE, annotation_clip=False, parse_math=False,
-                zorder=2,
+                line.text, spot, xycoords="figure pixels", ha=anchor, va="center", color=colour,
+                fontsize=_FONT_SIZE, annotation_clip=False, parse_math=False, zorder=2,
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
             )  # fmt: skip
 
@@ -313,42 +243,49 @@ def _draw_ceilings(axes: Any, ceilings: Sequence[Line]) -> None:
 def _draw_marks(axes: Any, drawn: Sequence[Mark]) -> None:
     for mark in drawn:
         axes.scatter(
-            mark.x,
-            mark.y,
-            s=mark.area,
-            marker=mark.marker,
-            color=COLOURS[mark.point.category],
-            alpha=0.85,
-            edgecolors=mark.edge_colour,
-            linewidths=2.5 if mark.implausible else 1.0,
+            mark.x, mark.y, s=mark.area, marker=mark.marker, color=COLOURS[mark.point.category],
+            alpha=0.85, edgecolors=_FLAG if mark.implausible else "white",
+            linewidths=2.5 if mark.implausible else 1.0, clip_on=False,
             zorder=4 - mark.area / (2 * _LARGEST_AREA),  # the smaller in front
-            clip_on=False,
-        )
+        )  # fmt: skip
         if mark.is_lower_bound:
             x, y = axes.transData.transform((mark.x, mark.y))
-            axes.annotate(
-                "", (x - mark.radius - 30, y), xytext=(x - mark.radius, y),
-                xycoords="figure pixels", textcoords="figure pixels", zorder=3,
-                arrowprops={"arrowstyle": "->", "color": "#8A939C"},
-            )  # fmt: skip
+            start, end = (x - mark.radius, y), (x - mark.radius - 30, y)
+            _arrow(axes, start, end, arrowstyle="->", color="#8A939C")
 
 
 def _number(axes: Any, drawn: Sequence[Mark], labels: int) -> None:
-    (left, bottom), (right, top) = axes.get_window_extent().get_points()
-    pixels = [axes.transData.transform((mark.x, mark.y)) for mark in drawn]
-    markers = [(x - left, y - bottom, m.radius) for (x, y), m in zip(pixels, drawn, strict=True)]
-    most = sum(mark.rank <= labels for mark in drawn)
-    spots = number_spots(markers, (right - left, top - bottom), range(2, 280, 14), most)
-    for mark, pixel, found in zip(drawn, pixels, spots, strict=False):
-        if found:
-            x, y = found
-            axes.annotate(
-                str(mark.rank), pixel, xytext=(left + x, bottom + y), xycoords="figure pixels",
-                textcoords="figure pixels", ha="center", va="center", fontsize=_FONT_SIZE,
-                fontweight="bold", zorder=6, annotation_clip=False,
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
-                arrowprops={"arrowstyle": "-", "color": "#8A939C", "shrinkB": mark.radius * 0.72},
-            )  # fmt: skip
+    """Writes the ranks of the first points beside their markers, where there is room: on no other
+    number, and on as few markers as possible."""
+    box = axes.get_window_extent()
+    places = {mark.rank: axes.transData.transform((mark.x, mark.y)) for mark in drawn}
+    sides = [side for side in itertools.product((1, 0, -1), repeat=2) if any(side)]
+    taken: list[tuple[float, float]] = []
+    for mark in (mark for mark in drawn if mark.rank <= labels):
+        x, y = places[mark.rank]
+        spots = [
+            (x + across * (mark.radius + reach + 12), y + up * (mark.radius + reach + 9))
+            for reach in range(2, 280, 14)
+            for across, up in sorted(sides, key=lambda side: abs(side[0] * side[1]))
+        ]
+        free = [
+            spot for spot in spots
+            if box.x0 + 12 <= spot[0] <= box.x1 - 12 and box.y0 + 9 <= spot[1] <= box.y1 - 9
+            if not any(abs(spot[0] - a) < 24 and abs(spot[1] - b) < 18 for a, b in taken)
+        ]  # fmt: skip
+        if not free:
+            continue
+        spot = min(free, key=lambda spot: sum(  # of those with the fewest markers the nearest
+            math.dist(spot, places[other.rank]) < other.radius + 12 for other in drawn
+        ))  # fmt: skip
+        taken.append(spot)
+        axes.annotate(
+            str(mark.rank), (x, y), xytext=spot, xycoords="figure pixels", fontweight="bold",
+            textcoords="figure pixels", ha="center", va="center", fontsize=_FONT_SIZE, zorder=6,
+            annotation_clip=False,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
+            arrowprops={"arrowstyle": "-", "color": "#8A939C", "shrinkB": mark.radius * 0.72},
+        )  # fmt: skip
 
 
 def _explain(figure: Any, roofline: Roofline, labels: int) -> None:
@@ -365,29 +302,22 @@ def _explain(figure: Any, roofline: Roofline, labels: int) -> None:
 def _draw_legend(figure: Any, drawn: Sequence[Mark], origins: Iterable[str]) -> None:
     from matplotlib.lines import Line2D
 
-    grey, present = "#777777", {mark.edge for mark in drawn}
-    entries: dict[str, dict[str, Any]] = {
-        name: {"marker": "o", "color": COLOURS[name]} for name in _categories(drawn)
-    }
-    entries |= {
-        text: {"marker": _MARKERS[edge], "color": grey}
-        for edge, text in _EDGES.items()
-        if edge in present
-    }
-    levels = {mark.point.level for mark in drawn if mark.edge == _INSIDE}
-    entries |= {
-        f"bytes at {level}": {"marker": marker, "color": grey}
-        for level, marker in _LEVELS.items()
-        if level in levels
-    }
-    if any(mark.is_lower_bound for mark in drawn):
-        entries["bytes are a lower bound"] = {"marker": "$\\leftarrow$", "color": grey}
-    if any(mark.implausible for mark in drawn):
-        entries["above a limit: implausible"] = {
-            "marker": "o", "color": "white", "markeredgecolor": _FLAG, "markeredgewidth": 2.5
-        }  # fmt: skip
-    if any(mark.point.seconds for mark in drawn):
-        entries["area: time"] = {}
+    categories = {mark.point.category for mark in drawn}
+    edges, levels = {m.edge for m in drawn}, {m.point.level for m in drawn if not m.edge}
+    flagged = {"marker": "o", "color": "white", "markeredgecolor": _FLAG, "markeredgewidth": 2.5}
+    grey = {"color": "#777777"}
+    entries: dict[str, Any] = {
+        name: {"marker": "o", "color": colour}
+        for name, colour in COLOURS.items() if name in categories
+    }  # fmt: skip
+    entries |= {_EDGES[e]: grey | {"marker": _MARKERS[e]} for e in _EDGES if e in edges}
+    entries |= {f"bytes at {n}": grey | {"marker": m} for n, m in _LEVELS.items() if n in levels}
+    for text, look, shown in (
+        ("bytes are a lower bound", grey | {"marker": "$\\leftarrow$"}, "is_lower_bound"),
+        ("above a limit: implausible", flagged, "implausible"),
+    ):
+        entries |= {text: look} if any(getattr(mark, shown) for mark in drawn) else {}
+    entries |= {"area: time": {}} if any(mark.point.seconds for mark in drawn) else {}
     for origin in origins:
         style = "--" if origin == MEASURED else "-"
         entries[origin] = {"color": _CEILING_COLOURS[origin], "linestyle": style, "linewidth": 2.2}

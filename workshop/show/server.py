@@ -5,21 +5,19 @@ Nothing is loaded from other machines. Charts are drawn when the browser asks fo
 
 import threading
 import urllib.parse
-from collections.abc import Iterable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from workshop.collection import Collection
 from workshop.errors import WorkshopError, printable
 from workshop.show import page
-from workshop.show.page import Choice, Page, Part
+from workshop.show.page import Choice, Page
 from workshop.versions import ALL
 
 HOST = "127.0.0.1"
 """No other machine may ask: the page has no password."""
 TITLE = "Performance dashboard"
 _KEYS = ("device", "size", "precision", "show")
-_LABELS = {"show": "Show", "device": "Device", "size": "Size", "precision": "Precision"}
 
 
 @dataclass(frozen=True)
@@ -68,36 +66,32 @@ class Results:
         return pages[choice]
 
     def html(self, choice: Choice) -> str:
-        live = Live(controls(self.parts, choice), self.generation)
+        live = Live(self._fields(choice), self.generation)
         return page.html_page(self.page(choice), None, live=live)
 
-
-def controls(parts: Iterable[Part], choice: Choice) -> list[Field]:
-    """The controls that have something to choose among."""
-    every = [
-        one
-        for shelf in page.make(list(parts), title=TITLE).shelves
-        for device in shelf.devices
-        for one in device.sections
-    ]
-    found = {
-        "show": [one.kind for one in every],
-        "device": [printable(one.device) for one in every],
-        "size": [one.size for one in every if choice.device in ("", printable(one.device))],
-        "precision": [one.precision for one in every],
-    }
-    shown = []
-    for key, values in found.items():
-        own, chosen = dict.fromkeys(filter(None, values)), getattr(choice, key)
-        if len(own) > 1 or chosen:
-            options = [("", "all"), *((value, value) for value in own)]
-            shown.append(Field(key, _LABELS[key], "radio", options, (chosen,)))
-    keys = {row.version for part in parts for group in part.groups for row in group.rows}
-    if len(keys) > 1:
-        options = [(key, key) for key in ALL if key in keys]
-        chosen = choice.versions or tuple(keys)
-        shown.append(Field("versions", "Versions", "checkbox", options, chosen))
-    return shown
+    def _fields(self, choice: Choice) -> list[Field]:
+        """The controls that have something to choose among."""
+        devices = (one for shelf in self.page(Choice()).shelves for one in shelf.devices)
+        every = [section for device in devices for section in device.sections]
+        of_device = [one for one in every if choice.device in ("", printable(one.device))]
+        found = {
+            "show": [one.kind for one in every],
+            "device": [printable(one.device) for one in every],
+            "size": [one.size for one in of_device],
+            "precision": [one.precision for one in of_device],
+        }
+        shown = []
+        for key, values in found.items():
+            own, chosen = dict.fromkeys(filter(None, values)), getattr(choice, key)
+            if len(own) > 1 or chosen:
+                options = [("", "all"), *((value, value) for value in own)]
+                shown.append(Field(key, key.capitalize(), "radio", options, (chosen,)))
+        keys = {row.version for part in self.parts for group in part.groups for row in group.rows}
+        if len(keys) > 1:
+            options = [(key, key) for key in ALL if key in keys]
+            chosen = choice.versions or tuple(keys)
+            shown.append(Field("versions", "Versions", "checkbox", options, chosen))
+        return shown
 
 
 def choice_of(query: str) -> Choice:

@@ -40,12 +40,7 @@ import tensor_ops  # noqa: E402
 import torch  # noqa: E402
 from tensor_ops import COPY, DEFAULT_DIM, KINDS, MATRIX, MODEL_OPS, OPS, PREDEFINED, Amounts, Case  # noqa: E402
 
-from workshop import (  # noqa: E402
-    errors,
-    records,
-    results,
-    tables,
-)
+from workshop import errors, records, results, tables  # noqa: E402
 from workshop.arguments import count, parse  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.judge import lab_record  # noqa: E402
@@ -83,6 +78,12 @@ class Setting:
     """The folder for traces of torch.profiler; None: nothing is profiled."""
 
 
+def measure_ceilings(setting: Setting) -> LabRun:
+    """A record, with a large copy and product on this device at this precision."""
+    about = setting.device, setting.precision, FOLDER.name
+    return lab_record.of_calls(*about, cache_bytes=setting.cache)
+
+
 def new_run(case: Case, setting: Setting, blank: LabRun) -> LabRun:
     """The record of an operator at one size, whose step is a call."""
     suffix = "(sparse)" * case.sparse + f"({setting.precision.name})" * setting.append_dtype
@@ -109,15 +110,17 @@ def measure_row(case: Case, setting: Setting, blank: LabRun) -> LabRun:
         torch.cuda.empty_cache()
     needed = needed_bytes(case, amounts_of(run).written, setting)
     free = hardware.free_memory_bytes(setting.device)
+    available = "" if free is None else f", {free / 1e9:,.1f} GB are free"
+    no_memory = f"needs about {needed / 1e9:,.1f} GB{available}; choose smaller dimensions"
     if free is not None and needed > free:
-        run.status, run.error = "skipped", _no_memory(needed, free)
+        run.status, run.error = "skipped", no_memory
         return run
     try:
         _fill(run, case, setting)
     except RuntimeError as error:
         run.status = "skipped"
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            run.error = _no_memory(needed, free)
+            run.error = no_memory
         elif "not implemented for" in str(error):
             run.error = str(error).splitlines()[0]
         else:
@@ -134,25 +137,21 @@ def needed_bytes(case: Case, written: int, setting: Setting) -> int:
     return tensors + 2 * 8 * tensor_ops.checked_elements(case) + 2 * setting.cache
 
 
-def _no_memory(needed: int, free: int | None) -> str:
-    available = "" if free is None else f", {free / 1e9:,.1f} GB are free"
-    return f"needs about {needed / 1e9:,.1f} GB{available}; choose smaller dimensions"
-
-
 def _fill(run: LabRun, case: Case, setting: Setting) -> None:
-    inputs = tensor_ops.draw(case, setting.device, setting.precision.dtype)
+    precision = setting.precision
+    inputs = tensor_ops.draw(case, setting.device, precision.dtype)
     original = inputs[0].clone() if case.inplace else inputs[0]
     call = partial(tensor_ops.find_function(case), *inputs)
-    roundoff = setting.precision.unit_roundoff
-    allowed = tensor_ops.allowed_roundings(case, setting.precision.dtype, roundoff)
-    error = tensor_ops.error_roundings(case, [original, *inputs[1:]], call(), roundoff)
+    allowed = tensor_ops.allowed_roundings(case, precision.dtype, precision.unit_roundoff)
+    given = [original, *inputs[1:]]
+    error = tensor_ops.error_roundings(case, given, call(), precision.unit_roundoff)
     (finite,) = results.finite([error])
     run.gate = Parity("pass", reference="the same operator in float64")
     run.gate.measures["result"] = {"error": finite, "allowed": allowed}
     if not error <= allowed:
         run.status, run.gate.status = "gate failed", "fail"
-        roundings = f"{error:,.3g} roundings of {setting.precision.name}"
-        run.gate.failures.append(f"off by {roundings}, allowed {allowed:,.3g}")
+        far = f"off by {error:,.3g} roundings of {precision.name}, allowed {allowed:,.3g}"
+        run.gate.failures.append(far)
         return
     buffer = torch.ones(max(1, 2 * setting.cache // 4), device=setting.device)
 
@@ -185,13 +184,10 @@ def time_calls(
 
 def write_trace(call: Callable[[], object], setting: Setting, name: str, folder: Path) -> str:
     """A trace of calls that are not timed, from a warm cache; its path."""
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import profile
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports each start on stderr
-    activities = [ProfilerActivity.CPU]
-    if setting.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
+    with profile() as profiler:
         for _ in range(setting.iterations):
             call()
         if setting.device.type == "cuda":
@@ -203,12 +199,11 @@ def write_trace(call: Callable[[], object], setting: Setting, name: str, folder:
     return str(path)
 
 
-# --- limits ------------------------------------------------------------------------------------
+# --- limits --------------------------------------------------------------------------------------
 
 
 def amounts_of(run: LabRun) -> Amounts:
-    names = (field.name for field in dataclasses.fields(Amounts))
-    return Amounts(*(int(run.metrics[name] or 0) for name in names))
+    return Amounts(*(int(run.metrics[field.name] or 0) for field in dataclasses.fields(Amounts)))
 
 
 def limits(run: LabRun) -> Roofline:
@@ -228,13 +223,13 @@ def roofline(runs: Sequence[LabRun]) -> Roofline:
 def point(run: LabRun) -> Point:
     """A place with all bytes; where memory can't move those in the time, with those that it must
     have moved."""
-    amounts, precision = amounts_of(run), str(run.options["precision"])
-    about = run.variant, str(run.metrics["category"]), precision
-    seconds = timing.median(run.step_ms) / 1e3
-    place = model.point(*about, seconds, amounts.operations, amounts.moved, calls=1)
+    amounts = amounts_of(run)
+    about = run.variant, str(run.metrics["category"]), str(run.options["precision"])
+    timed = *about, timing.median(run.step_ms) / 1e3, amounts.operations
+    place = model.point(*timed, amounts.moved, calls=1)
     if model.exceeded(limits(run), place):
         crossed = amounts.must_cross(int(run.options["cache_bytes"] or 0))
-        place = model.point(*about, seconds, amounts.operations, crossed, calls=1)
+        place = model.point(*timed, crossed, calls=1)
     return place
 
 
@@ -289,18 +284,31 @@ def table(runs: Sequence[LabRun]) -> Table:
     return Table(title, HEADER, lines, notes, wraps=(0,))
 
 
-def write(runs: list[LabRun], folder: Path) -> list[Path]:
-    """Writes the result file, a table, and a picture where there is matplotlib and a time."""
+def show(runs: list[LabRun], folder: Path) -> None:
+    """Prints the table, and writes it with the result file, and a picture where there is
+    matplotlib and a time."""
+    for run in runs:
+        run.subject = f"{len(runs)} operators"
+    written, picture, drawn = folder / "ops.md", folder / "roofline.png", roofline(runs)
+    earlier, text = written.exists(), tables.markdown([table(runs)], heading="#") + "\n"
     (path,) = {records.add(run, folder) for run in runs}
-    markdown = tables.markdown([table(runs)], heading="#") + "\n"
-    contents: dict[Path, results.Content] = {folder / "ops.md": markdown}
-    picture, drawn = folder / "roofline.png", roofline(runs)
+    contents: dict[Path, results.Content] = {written: text}
     if importlib.util.find_spec("matplotlib") and drawn.points:
         from workshop.show import roofline_chart
 
         contents[picture] = lambda path: roofline_chart.draw(drawn, path, labels=len(drawn.points))
     results.write_together(contents, gone=[picture])
-    return [path, *contents]
+    if importlib.util.find_spec("rich") is None:
+        print(text)
+    else:
+        tables.print_tables([table(runs)])
+    print(f"Written: {', '.join(map(str, [path, *contents]))}")
+    if earlier:
+        print("Table and picture replace those of an earlier run; --output-dir DIR keeps both")
+    traces = [run.metrics["trace"] for run in runs if "trace" in run.metrics]
+    if traces:
+        more = f"  ({len(traces) - 1} more beside it)" if len(traces) > 1 else ""
+        print(f"Trace: python -m workshop.profilers show {traces[0]}{more}")
 
 
 # --- the command line ----------------------------------------------------------------------------
@@ -316,7 +324,7 @@ def build_parser() -> argparse.ArgumentParser:
         "130 interrupted (what was completed is saved and shown).",
     )
     add = parser.add_argument
-    switch = partial(add, action="store_true")
+    switch, number = partial(add, action="store_true"), partial(add, type=count, metavar="N")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
     add("--dtype", choices=("fp32", "fp16", "bf16"), default="fp32", help="default %(default)s")
     add("--input1-dim", "--input-dim", default=DEFAULT_DIM, metavar="DIM",
@@ -332,10 +340,10 @@ def build_parser() -> argparse.ArgumentParser:
                       help=f"these {len(PREDEFINED)}: {', '.join(PREDEFINED)}")  # fmt: skip
     many.add_argument("--run-model-ops", action="store_true",
                       help=f"{len(MODEL_OPS)} operators and sizes of BERT and DLRM")  # fmt: skip
-    add("--num-iters", type=count, default=20, metavar="N", help="timed calls (default 20)")
-    add("--num-warmup-iters", type=count, default=5, metavar="N", help="default 5")
+    number("--num-iters", default=20, help="timed calls (default 20)")
+    number("--num-warmup-iters", default=5, help="default 5")
     switch("--enable-profiling",
-        help="then run the calls again under torch.profiler, and write a trace")  # fmt: skip
+           help="then run the calls again under torch.profiler, and write a trace")  # fmt: skip
     switch("--append-dtype", help="to the operator's name, as in add(fp32)")
     add("--output-dir", type=Path, default=DEFAULT_FOLDER, metavar="DIR",
         help="for the result file, ops.md, roofline.png and traces (default: results/"
@@ -345,20 +353,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 def make_cases(arguments: argparse.Namespace) -> list[Case]:
     """Raises WorkshopError for what does not fit together."""
-    dim1, dim2 = arguments.input1_dim, arguments.input2_dim
+    dims, inplace = (arguments.input1_dim, arguments.input2_dim), arguments.inplace
     if arguments.run_model_ops:
-        if arguments.inplace:
+        if inplace:
             raise WorkshopError("--inplace: --run-model-ops has both forms; leave it out")
         return [tensor_ops.make_case(*model_op) for model_op in MODEL_OPS]
     if arguments.run_predefined:
-        has_form = [arguments.inplace and tensor_ops.has_inplace(name) for name in PREDEFINED]
-        return [
-            tensor_ops.make_case(name, None, dim1, dim2, inplace=inplace)
-            for name, inplace in zip(PREDEFINED, has_form, strict=True)
-        ]
-    return [
-        tensor_ops.make_case(arguments.op, arguments.op_type, dim1, dim2, inplace=arguments.inplace)
-    ]
+        forms = {name: inplace and tensor_ops.has_inplace(name) for name in PREDEFINED}
+        return [tensor_ops.make_case(name, None, *dims, inplace=form)
+                for name, form in forms.items()]  # fmt: skip
+    return [tensor_ops.make_case(arguments.op, arguments.op_type, *dims, inplace=inplace)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -372,11 +376,10 @@ def main(argv: list[str] | None = None) -> int:
 def _benchmark(arguments: argparse.Namespace) -> int:
     cases = make_cases(arguments)
     device = hardware.get_device(arguments.device)
-    precision = get_precision(arguments.dtype, device)
     folder = results.prepare_folder(arguments.output_dir)
     setting = Setting(
         device,
-        precision,
+        get_precision(arguments.dtype, device),
         hardware.cache_bytes(device),
         arguments.num_iters,
         arguments.num_warmup_iters,
@@ -384,43 +387,23 @@ def _benchmark(arguments: argparse.Namespace) -> int:
         folder if arguments.enable_profiling else None,
     )
     runs: list[LabRun] = []
-    interrupted = False
+    status = errors.DONE
     with kept_matmul_mode():
-        precision.set_matmul_mode()
+        setting.precision.set_matmul_mode()
         blank = measure_ceilings(setting)
         try:
             for case in tables.tracked(cases, "operators"):
                 runs.append(measure_row(case, setting, blank))
         except KeyboardInterrupt:
-            interrupted = True
             if not runs:
                 raise
-    for run in runs:
-        run.subject = f"{len(runs)} operators"
-    earlier = (folder / "ops.md").exists()
-    written = write(runs, folder)
-    if importlib.util.find_spec("rich") is None:
-        print((folder / "ops.md").read_text())
-    else:
-        tables.print_tables([table(runs)])
-    print(f"Written: {', '.join(map(str, written))}")
-    if earlier:
-        print("Table and picture replace those of an earlier run; --output-dir DIR keeps both")
-    traces = [run.metrics["trace"] for run in runs if "trace" in run.metrics]
-    if traces:
-        more = f"  ({len(traces) - 1} more beside it)" if len(traces) > 1 else ""
-        print(f"Trace: python -m workshop.profilers show {traces[0]}{more}")
-    if interrupted:
+            status = errors.INTERRUPTED
+    show(runs, folder)
+    if status == errors.INTERRUPTED:
         print("interrupted: the table holds what was completed", file=sys.stderr)
-        return errors.INTERRUPTED
-    no_answer = any(run.refused for run in runs) or all(run.error for run in runs)
-    return errors.ANSWER_IS_NO if no_answer else errors.DONE
-
-
-def measure_ceilings(setting: Setting) -> LabRun:
-    """A record, with a large copy and product on this device at this precision."""
-    about = setting.device, setting.precision, FOLDER.name
-    return lab_record.of_calls(*about, cache_bytes=setting.cache)
+    elif any(run.refused for run in runs) or all(run.error for run in runs):
+        status = errors.ANSWER_IS_NO
+    return status
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from workshop.exercises.frame import Item, Missing, Work, setting
 from workshop.exercises.hot_list import not_the_hottest
@@ -42,7 +43,7 @@ class Measured:
         line = self.table.timeline
         return line.busy_ns / line.span_ns if line else 1.0
 
-    @property
+    @cached_property
     def advice(self) -> advisor.Advice | None:
         return advisor.headline(advisor.advise(self.table, self.run))
 
@@ -159,21 +160,14 @@ def _profiles(work: Work) -> Iterator[Item]:
 def measured(work: Work) -> Measured:
     """Raises Missing: a profile is not there, or it is one of something else."""
     table, run = work.profile("v1") or (None, None)
-    if table is None or run is None or not _is_of_a_preset(run):
+    preset = PRESETS.get(run.config_name) if run else None
+    if table is None or run is None or preset is None or run.batch_size != preset.batch_size:
         raise Missing("no profile of V1 with its own batch yet:", RUNNER)
     single, of = work.profile("v1", tool=SINGLE) or (None, None)
-    if single is None or of is None or not _is_single(of, run):
+    wanted = (1, setting(run), run.seq_len)
+    if single is None or of is None or (of.batch_size, setting(of), of.seq_len) != wanted:
         folder = f"--output-dir results/profiles/v1/{SINGLE}"
         size = f"--config {run.config_name} --batch-size 1 --precision {run.precision}"
         command = f"{RUNNER} {folder} -- {size}"
         raise Missing("no profile of the same model with a single sequence yet:", command)
     return Measured(table, run, single)
-
-
-def _is_of_a_preset(run: RunResult) -> bool:
-    preset = PRESETS.get(run.config_name)
-    return preset is not None and run.batch_size == preset.batch_size > 1
-
-
-def _is_single(run: RunResult, like: RunResult) -> bool:
-    return run.batch_size == 1 and (setting(run), run.seq_len) == (setting(like), like.seq_len)

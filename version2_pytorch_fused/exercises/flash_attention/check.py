@@ -137,11 +137,12 @@ def _compare(
 
 def _first_wrong(found: Mapping[str, object], case: Case, what: str, limit: float = FP32) -> Item:
     """The Item of the first tensor that is wrong, or one green Item for all of them."""
-    for name, x in found.items():
-        item = first_difference(x, case[name], what=f"{what}: {name}", limit=limit)
-        if not item.ok:
-            return item
-    return Item(True, f"{what}: {', '.join(found)}")
+    items = (
+        first_difference(x, case[name], what=f"{what}: {name}", limit=limit)
+        for name, x in found.items()
+    )
+    wrong = next((item for item in items if not item.ok), None)
+    return wrong or Item(True, f"{what}: {', '.join(found)}")
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -150,12 +151,10 @@ def _first_wrong(found: Mapping[str, object], case: Case, what: str, limit: floa
 class _Largest(TorchDispatchMode):
     """Notes the largest tensor that any operation makes; views count with all of their storage."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-        self.maker = ""
-        self.shape: tuple[int, ...] = ()
-        self.library_attention = ""
+    elements = 0
+    maker = ""
+    shape: tuple[int, ...] = ()
+    library_attention = ""
 
     def __torch_dispatch__(
         self,
@@ -170,13 +169,10 @@ class _Largest(TorchDispatchMode):
             self.library_attention = name
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._note(name, tensor)
+                elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+                if elements > self.elements:
+                    self.elements, self.maker, self.shape = elements, name, tuple(tensor.shape)
         return result
-
-    def _note(self, name: str, tensor: Tensor) -> None:
-        elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-        if elements > self.elements:
-            self.elements, self.maker, self.shape = elements, name, tuple(tensor.shape)
 
 
 def _never_square(which: str, work: Callable[[], object]) -> Item:
@@ -187,12 +183,9 @@ def _never_square(which: str, work: Callable[[], object]) -> Item:
     what = f"{which}: never T x T, with T = {T} in blocks of {N}"
     if seen.library_attention:
         return Item(False, what, f"it calls {seen.library_attention}: write the loop yourself")
-    largest = f"the largest tensor is {seen.maker}'s, {_times(seen.shape)}"
+    shape = " x ".join(map(str, seen.shape)) or "a single number"
+    why = f"the largest tensor is {seen.maker}'s, {shape}"
     if seen.elements >= T * T // 2:
-        why = f"{largest}; the scores of a block are {T} x {N}, all of them {T} x {T}"
+        why += f"; the scores of a block are {T} x {N}, all of them {T} x {T}"
         return Item(False, what, why)
-    return Item(True, what, f"{largest}: 1/{T * T // max(seen.elements, 1)} of T x T")
-
-
-def _times(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "a single number"
+    return Item(True, what, f"{why}: 1/{T * T // max(seen.elements, 1)} of T x T")

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -73,39 +72,25 @@ def forward_and_backward(norm: Call, case: Case, dtype: torch.dtype) -> dict[str
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-class Judge:
-    """Compares with fp64, and allows what the plain version loses at the case's precision."""
-
-    def __init__(self, case: Case) -> None:
-        self._case = case
-        self._true, plain = case.plain(torch.float64), case.plain(case.x.dtype)
-        few = ROUNDINGS * ROUNDOFF[case.x.dtype]
-        self._allowed = {
-            name: MULTIPLE * _off(plain[name], true) + few for name, true in self._true.items()
-        }
-
-    def look(self, name: str, yours: Tensor | None) -> Item:
-        """At y, dx or dw."""
-        what = f"{name}, {self._case.name}"
-        true, allowed = self._true[name], self._allowed[name]
-        expected = true.to(self._case.x.dtype)
-        first = first_difference(yours, expected, what=what, limit=FIRST_WRONG * allowed)
-        if yours is None or yours.shape != true.shape or yours.dtype != expected.dtype:
-            return first
-        off = _off(yours, true)
-        size = f"off by {off:.1e} of its size, allowed {allowed:.1e}"
-        if off <= allowed:
-            return Item(True, what, size)
-        return Item(
-            False, what, "\n".join(filter(None, (first.why, size, self._suspect(name, yours))))
-        )
-
-    def _suspect(self, name: str, yours: Tensor) -> str:
-        """The mistake that gives just this, if it is a known one."""
-        for sentence, wrong in _suspects(self._case).get(name, {}).items():
-            if wrong.norm() > 0 and _off(yours, wrong) <= self._allowed[name]:
-                return f"{sentence} gives just this"
-        return ""
+def look(case: Case, name: str, yours: Tensor | None) -> Item:
+    """Compares y, dx or dw with fp64, and allows what the plain version loses at the case's
+    precision."""
+    what, dtype = f"{name}, {case.name}", case.x.dtype
+    true, plain = (case.plain(its)[name] for its in (torch.float64, dtype))
+    allowed = MULTIPLE * _off(plain, true) + ROUNDINGS * ROUNDOFF[dtype]
+    first = first_difference(yours, true.to(dtype), what=what, limit=FIRST_WRONG * allowed)
+    if yours is None or yours.shape != true.shape or yours.dtype != dtype:
+        return first
+    off = _off(yours, true)
+    size = f"off by {off:.1e} of its size, allowed {allowed:.1e}"
+    if off <= allowed:
+        return Item(True, what, size)
+    suspects = [
+        f"{sentence} gives just this"
+        for sentence, wrong in _suspects(case)[name].items()
+        if wrong.norm() > 0 and _off(yours, wrong) <= allowed
+    ]
+    return Item(False, what, "\n".join(filter(None, (first.why, size, *suspects[:1]))))
 
 
 def _off(found: Tensor, true: Tensor) -> float:
@@ -118,7 +103,11 @@ def _suspects(case: Case) -> dict[str, dict[str, Tensor]]:
     """y, dx and dw with well-known mistakes, in fp64."""
     C = case.x.shape[-1]
     x, weight, dy = (t.double() for t in (case.x, case.weight, case.dy))
-    squares = _mean(x * x)
+
+    def mean(x: Tensor) -> Tensor:
+        return x.mean(-1, keepdim=True)
+
+    squares = mean(x * x)
     rstd = torch.rsqrt(squares + EPS)
     normed, g = x * rstd, dy * weight
     block_share = C / 2 ** math.ceil(math.log2(C))
@@ -127,9 +116,9 @@ def _suspects(case: Case) -> dict[str, dict[str, Tensor]]:
         "y": {"eps outside of the root": x * (torch.rsqrt(squares) + EPS) * weight},
         "dx": {
             "leaving out the mean, as if rstd did not depend on x,": rstd * g,
-            "adding the mean": rstd * (g + normed * _mean(g * normed)),
-            "a mean over BLOCK_C": rstd * (g - normed * _mean(g * normed) * block_share),
-            "leaving out the weight": rstd * (dy - normed * _mean(dy * normed)),
+            "adding the mean": rstd * (g + normed * mean(g * normed)),
+            "a mean over BLOCK_C": rstd * (g - normed * mean(g * normed) * block_share),
+            "leaving out the weight": rstd * (dy - normed * mean(dy * normed)),
         },
         "dw": {
             "a sum over the first half of the rows": rows[: len(rows) // 2].sum(0),
@@ -137,10 +126,6 @@ def _suspects(case: Case) -> dict[str, dict[str, Tensor]]:
             "a mean over the rows": rows.mean(0),
         },
     }
-
-
-def _mean(x: Tensor) -> Tensor:
-    return x.mean(-1, keepdim=True)
 
 
 # --- the kernel -----------------------------------------------------------------------------------
@@ -158,18 +143,16 @@ def _launched(mine: ModuleType, case: Case, P: int) -> Iterator[Item]:
     dx, partial_dw = Output(x), Output(x.new_empty(P, x.shape[1]))
     arguments = (guarded(t) for t in (dy, x, weight, rstd))
     mine.launch_backward(*arguments, dx.tensor, partial_dw.tensor)
-    judge = Judge(case)
-    yield dx.beside(f"dx, {case.name}") or nan_explained(judge.look("dx", dx.tensor), dx.tensor)
-    what, dw = f"partial_dw, {case.name}", partial_dw.tensor.sum(0)
-    yield partial_dw.beside(what) or _each_row(partial_dw, what) or judge.look("dw", dw)
-
-
-def _each_row(partial_dw: Output, what: str) -> Item | None:
-    """A red Item if a program left its row as it was."""
-    empty = partial_dw.tensor.isnan().all(1).nonzero().flatten().tolist()
-    if not empty:
-        return None
-    return Item(False, what, f"rows {empty} were not written, or are NaN: each program has its own")
+    yield dx.beside(f"dx, {case.name}") or nan_explained(look(case, "dx", dx.tensor), dx.tensor)
+    what, written = f"partial_dw, {case.name}", partial_dw.tensor
+    empty = written.isnan().all(1).nonzero().flatten().tolist()
+    if item := partial_dw.beside(what):
+        yield item
+    elif empty:
+        why = f"rows {empty} were not written, or are NaN: each program has its own"
+        yield Item(False, what, why)
+    else:
+        yield look(case, "dw", written.sum(0))
 
 
 # --- the function ---------------------------------------------------------------------------------
@@ -192,30 +175,22 @@ def _function(work: Work) -> Iterator[Item]:
 
 def _joined(norm: Callable[[Tensor, Tensor, float], Tensor], case: Case) -> Iterator[Item]:
     """An Item for each of y, dx and dw that is wrong, or one for all."""
+    # Memory that PyTorch hands out holds NaN until something is written to it.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with poisoned_memory():
-            found = forward_and_backward(lambda x, w: norm(x, w, EPS), case, case.x.dtype)
+        found = forward_and_backward(lambda x, w: norm(x, w, EPS), case, case.x.dtype)
     except RuntimeError as error:
         if "returned an in" not in str(error):
             raise
         # Autograd's own words: the number of gradients, or the shape of one, is wrong.
         yield Item(False, case.name, str(error))
         return
-    judge = Judge(case)
-    items = [judge.look(name, found.get(name)) for name in ("y", "dx", "dw")]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    items = [look(case, name, found.get(name)) for name in ("y", "dx", "dw")]
     yield from [item for item in items if not item.ok] or [
         Item(True, case.name, "y, dx and dw agree with fp64")
     ]
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Inside, memory that PyTorch hands out holds NaN until something is written to it."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def _draw(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Case:

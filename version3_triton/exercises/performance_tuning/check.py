@@ -1,6 +1,7 @@
 """Counts, predictions and findings about V3's norm, against the benchmark and the compiler."""
 
 import importlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +31,6 @@ WIDTHS = {1024: "bf16 medium", 2048: "bf16 large"}
 """Widths of a row, in the training steps that are inspected."""
 KERNELS = ("rms_norm_backward", "swiglu_backward", "attention_backward")
 ATTENTION = "attention_backward_dk_dv"
-Kernels = list[dict[str, Any]]
 
 
 def check(work: Work) -> Iterator[Item]:
@@ -49,17 +49,12 @@ class Measured:
         """Raises WorkshopError: the participant's file can't be read."""
         for folder in (work.results / BENCHMARK, REFERENCE / BENCHMARK):
             if found := records.files_in(folder):
-                self._path = found[-1]
-                self._rows = load_rows(self._path)
+                self._rows = load_rows(found[-1])
                 self.run = self._rows[0].first
+                path = found[-1].relative_to(ROOT) if found[-1].is_relative_to(ROOT) else found[-1]
+                self.where = f"{path} ({self.run.device['name']}, {self._rows[0].precision})"
                 if self._rows[0].timed:
                     break
-
-    @property
-    def where(self) -> str:
-        path = self._path
-        shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-        return f"{shown} ({self.run.device['name']}, {self._rows[0].precision})"
 
     def row(self, size: tuple[int, int]) -> Row:
         """Raises WorkshopError: the file has no times of that size."""
@@ -74,15 +69,11 @@ class Measured:
         )
 
     def us(self, size: tuple[int, int], phase: str) -> float:
-        ms = self.row(size).median_ms(phase)
-        assert ms is not None
-        return 1000 * ms
+        return 1000 * (self.row(size).median_ms(phase) or math.nan)
 
     def share(self, size: tuple[int, int], phase: str) -> float:
         """The share of the copy rate, in %."""
-        share = self.row(size).share(phase)
-        assert share is not None
-        return 100 * share
+        return 100 * (self.row(size).share(phase) or math.nan)
 
     def fixed_us(self) -> float:
         """The time of a backward call where the line through two sizes meets no bytes at all."""
@@ -95,7 +86,7 @@ def _where(work: Work) -> Iterator[Item]:
     yield Item(True, f"measured: {Measured(work).where}")
 
 
-def _sum_us() -> float:
+def _sum_us(_: Measured) -> float:
     """The time of the kernel that adds up the partial gradients of a norm's weight."""
     table = load.load(REFERENCE / "profiles/v3/pytorch_profiler/kernels.json")
     sums = next(kernel for kernel in table.kernels if kernel.name == "_rms_norm_sum_kernel")
@@ -166,7 +157,7 @@ FROM_THE_BENCHMARK: tuple[Question[Measured], ...] = (
     ),
     Found(
         "sum_us", "the sum kernel, a part of what is fixed", "µs",
-        lambda m: _sum_us(),
+        _sum_us,
         "its total by its calls, one for each of 2 x 12 + 1 norms in each of 3 steps", within=0.1,
     ),
 )  # fmt: skip
@@ -203,8 +194,7 @@ def _compiled(work: Work) -> Iterator[Item]:
     if not path.is_file():
         raise Missing(f"results/{INSPECTION} is not there yet", COMPILE)
     try:
-        kernels = results.read_json(path)["kernels"]
-        questions = (*_guesses(kernels, Measured(work)), *_readings(kernels))
+        questions = _on_compiled(results.read_json(path)["kernels"], Measured(work))
     except (KeyError, TypeError, StopIteration):
         raise WorkshopError(
             f"{path}: not what this command writes, run it again: {COMPILE}"
@@ -212,17 +202,42 @@ def _compiled(work: Work) -> Iterator[Item]:
     yield from ask(work, lambda _: None, questions)
 
 
-def _guesses(kernels: Kernels, measured: Measured) -> list[Chosen[None]]:
-    """The predictions that the compiled kernels and the benchmark answer: never red."""
-    here = [kernel for kernel in kernels if kernel["target"] == "sm_90"]
-    spilling = {kernel["kernel"] for kernel in here if kernel["spills"]["bytes"]} or {"none"}
-    fewer = min(WIDTHS, key=lambda C: _norm(kernels, C)["waves"])
-    closer = max((SMALL, LARGE), key=lambda size: measured.share(size, BACKWARD))[1]
+def _on_compiled(kernels: list[dict[str, Any]], measured: Measured) -> list[Question[None]]:
+    """Questions on the inspected kernels and on V3's table of blocks.
+
+    Raises:
+        StopIteration: a kernel is not among them.
+    """
+
+    def kernel(target: str, name: str, used_by: str, **constants: bool) -> dict[str, Any]:
+        return next(
+            k for k in kernels
+            if (k["target"], k["kernel"]) == (target, name) and used_by in k["used_by"]
+            and constants.items() <= k["constants"].items()
+        )  # fmt: skip
+
+    def found(key: str, what: str, unit: str, right: float, how: str) -> Found[None]:
+        return Found(key, what, unit, lambda _: right, how, within=0.001)
 
     def guess(key: str, choices: tuple[str, ...], true: str, why: str) -> Chosen[None]:
+        """A prediction, never red."""
         shown = {choice: f"predicted {choice}, found {true}\n{why}" for choice in choices}
         return Chosen(key, key, shown, lambda _: choices)
 
+    waves = {
+        C: kernel("sm_90", KERNELS[0], used_by, ADD=False, BRANCH=False)["waves"]
+        for C, used_by in WIDTHS.items()
+    }
+    blocks = importlib.import_module("triton_rms_norm").BACKWARD_BLOCKS["sm"]
+    holds = {C: next(b.elements * b.programs for width, b in blocks if width >= C) for C in WIDTHS}
+    here = [k for k in kernels if k["target"] == "sm_90"]
+    spilling = {k["kernel"] for k in here if k["spills"]["bytes"]} or {"none"}
+    fewer = min(waves, key=lambda C: waves[C])
+    closer = max((SMALL, LARGE), key=lambda size: measured.share(size, BACKWARD))[1]
+    spilled = kernel("sm_90", ATTENTION, "bf16 medium")["spills"]["bytes"]
+    limit = [*kernel("gfx942", ATTENTION, "bf16 medium")["limited_by"], "slots"][0]
+    row = "the row without `add` and `branch`, column `waves`"
+    table = "BACKWARD_BLOCKS, architecture sm: elements x programs of the row for that width"
     return [
         guess(
             "predicted_spiller", (*KERNELS, "none"), "; ".join(sorted(spilling)),
@@ -236,30 +251,9 @@ def _guesses(kernels: Kernels, measured: Measured) -> list[Chosen[None]]:
             "size fixed_backward_us may weigh more than any. `python -m workshop.kernels.autotune` "
             "finds the better block on a GPU.",
         ),
-    ]  # fmt: skip
-
-
-def _readings(kernels: Kernels) -> list[Question[None]]:
-    """Questions on the inspection, and on V3's table of blocks."""
-    blocks = importlib.import_module("triton_rms_norm").BACKWARD_BLOCKS["sm"]
-    holds = {C: next(b.elements * b.programs for width, b in blocks if width >= C) for C in WIDTHS}
-    spilled = _kernel(kernels, "sm_90", ATTENTION, "bf16 medium")["spills"]["bytes"]
-    limit = [*_kernel(kernels, "gfx942", ATTENTION, "bf16 medium")["limited_by"], "slots"][0]
-    row = "the row without `add` and `branch`, column `waves`"
-    table = "BACKWARD_BLOCKS, architecture sm: elements x programs of the row for that width"
-
-    def found(key: str, what: str, unit: str, right: float, how: str) -> Found[None]:
-        return Found(key, what, unit, lambda _: right, how, within=0.001)
-
-    return [
-        *(
-            found(f"waves_{C}", f"waves at C = {C}", "waves", _norm(kernels, C)["waves"], row)
-            for C in WIDTHS
-        ),
-        *(
-            found(f"held_{C}", f"numbers held at C = {C}", "numbers", holds[C], table)
-            for C in WIDTHS
-        ),
+        *(found(f"waves_{C}", f"waves at C = {C}", "waves", waves[C], row) for C in WIDTHS),
+        *(found(f"held_{C}", f"numbers held at C = {C}", "numbers", holds[C], table)
+          for C in WIDTHS),
         found(
             "spilled_bytes", "what attention spills", "bytes a lane", spilled,
             "the line FAULT says how many",
@@ -269,25 +263,3 @@ def _readings(kernels: Kernels) -> list[Question[None]]:
             lambda _: limit, f"the column `limited by` of {ATTENTION}; none there means slots",
         ),
     ]  # fmt: skip
-
-
-def _norm(kernels: Kernels, C: int) -> dict[str, Any]:
-    """The plain backward norm of the training step whose rows are so wide."""
-    return _kernel(kernels, "sm_90", KERNELS[0], WIDTHS[C], ADD=False, BRANCH=False)
-
-
-def _kernel(
-    kernels: Kernels, target: str, name: str, used_by: str, **constants: bool
-) -> dict[str, Any]:
-    """The kernel of that name which such a training step launches on such a chip.
-
-    Raises:
-        StopIteration: it is not among them.
-    """
-    return next(
-        kernel
-        for kernel in kernels
-        if (kernel["target"], kernel["kernel"]) == (target, name)
-        and used_by in kernel["used_by"]
-        and constants.items() <= kernel["constants"].items()
-    )

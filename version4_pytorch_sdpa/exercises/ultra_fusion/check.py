@@ -3,7 +3,6 @@ predicted and read off."""
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from workshop.errors import WorkshopError
@@ -11,7 +10,6 @@ from workshop.exercises.frame import RESULTS, Item, Work
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, Written, ask
 from workshop.profilers import kernel_file
 from workshop.profilers.table import Kernel, KernelTable
-from workshop.results import RunResult
 
 EAGER, COMPILED = "eager", "pytorch_profiler"
 """Folders below results/profiles/v4."""
@@ -23,101 +21,96 @@ _GRAPH = re.compile(r"^graph_\d+_")
 _NAMED = 4
 """Kernels that a red Item names."""
 
+Measured = dict[str, KernelTable]
+"""The participant's profiles of V4, EAGER and COMPILED, and the H200's of "v2" and "v4"."""
+
 
 def check(work: Work) -> Iterator[Item]:
-    measured(work)  # without the profiles there is nothing to compare with
-    yield from ask(work, measured, QUESTIONS)
-
-
-# --- the participant's profiles ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Profiles of V4, of the same model."""
-
-    eager: KernelTable
-    compiled: KernelTable
-    v2: KernelTable
-    """Recorded on an H200, as is the next."""
-    v4: KernelTable
+    tables = measured(work)  # without the profiles there is nothing to compare with
+    yield from ask(work, lambda _: tables, QUESTIONS)
 
 
 def measured(work: Work) -> Measured:
     """Raises WorkshopError: a profile is missing or of something else, or they differ in more."""
-    eager, was_eager = _profile(work, EAGER)
-    compiled, was_compiled = _profile(work, COMPILED)
-    if was_eager.options.get("compile") != "none" or was_eager.options.get("cuda_graph"):
+    tables, runs = {}, {}
+    for folder in (EAGER, COMPILED):
+        table, run = work.profile("v4", folder) or (None, None)
+        if table is None or run is None or not table.steps:
+            raise WorkshopError(
+                f"results/profiles/v4/{folder} is missing, or has no steps: profile V4 as the "
+                "sheet says"
+            )
+        tables[folder], runs[folder] = table, run
+    if runs[EAGER].options.get("compile") != "none" or runs[EAGER].options.get("cuda_graph"):
         raise WorkshopError(
             "results/profiles/v4/eager is of a compiled or captured run: profile it again with "
             "-- --compile none --no-cuda-graph"
         )
-    if was_compiled.options.get("compile") == "none":
+    if runs[COMPILED].options.get("compile") == "none":
         raise WorkshopError(
             "results/profiles/v4/pytorch_profiler is of an eager run: profile V4 again, without "
             "--compile none (is there a C++ compiler?)"
         )
-    for name in ("config", "batch_size", "seq_len", "precision"):
-        if getattr(was_eager, name) != getattr(was_compiled, name):
+    one, other = (
+        {name: getattr(run, name) for name in ("config", "batch_size", "seq_len", "precision")}
+        | {"device": run.device.get("name")}
+        for run in runs.values()
+    )
+    for name in one:
+        if one[name] != other[name]:
             raise WorkshopError(
-                f"the two profiles of V4 differ in their {name}: profile both with the same flags"
+                f"the two profiles of V4 differ in their {name}: profile both with the same flags, "
+                "on one device"
             )
-    if was_eager.device.get("name") != was_compiled.device.get("name"):
-        raise WorkshopError("the two profiles of V4 are of different devices: profile both on one")
-    if not any(_is_fused(kernel) for kernel in compiled.kernels):
+    if not any(map(_is_fused, tables[COMPILED].kernels)):
         raise WorkshopError(
             "results/profiles/v4/pytorch_profiler does not name the compiler's kernels: profile "
             "it again with TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE=1 before the command"
         )
-    return Measured(eager, compiled, *map(_recorded, ("v2", "v4")))
+    for version in ("v2", "v4"):
+        path = REFERENCE / version / "pytorch_profiler" / kernel_file.JSON_FILE
+        tables[version] = kernel_file.read(path)
+    return tables
 
 
-def _profile(work: Work, folder: str) -> tuple[KernelTable, RunResult]:
-    table, record = work.profile("v4", folder) or (None, None)
-    if table is None or record is None or not table.steps:
-        raise WorkshopError(
-            f"results/profiles/v4/{folder} is missing, or has no steps: profile V4 as the sheet "
-            "says"
-        )
-    return table, record
+# --- numbers of one step -------------------------------------------------------------------------
+
+
+def _steps(table: KernelTable) -> int:
+    assert table.steps
+    return table.steps
+
+
+def _calls(table: KernelTable, which: Callable[[Kernel], bool] = lambda _: True) -> float:
+    """Calls of the kernels (operators) that are counted."""
+    return sum(kernel.calls for kernel in table.kernels if which(kernel)) / _steps(table)
 
 
 def _is_fused(kernel: Kernel) -> bool:
     return _FUSED.search(kernel.name) is not None
 
 
-def _is_product(table: KernelTable, kernel: Kernel) -> bool:
-    if table.what == "operator":  # aten::matmul and aten::linear call one of these
-        return kernel.name in _PRODUCTS_ON_CPU
-    return kernel.category == "GEMM"
-
-
-def _calls(table: KernelTable, which: Callable[[Kernel], bool] = lambda _: True) -> float:
-    """Calls a step of the kernels (operators) that are counted."""
-    assert table.steps
-    return sum(kernel.calls for kernel in table.kernels if which(kernel)) / table.steps
-
-
-def _graph_launches(table: KernelTable) -> float:
-    assert table.steps
-    return table.host_calls["cudaGraphLaunch"].calls / table.steps
-
-
-def _idle_ms(table: KernelTable) -> float:
-    assert table.steps and table.timeline
-    return table.timeline.idle_ns / table.steps / 1e6
-
-
-def _products(table: KernelTable) -> float:
-    return _calls(table, lambda kernel: _is_product(table, kernel))
-
-
 def _fused(table: KernelTable) -> float:
     return _calls(table, _is_fused)
 
 
+def _products(table: KernelTable) -> float:
+    if table.what == "operator":  # aten::matmul and aten::linear call one of these
+        return _calls(table, lambda kernel: kernel.name in _PRODUCTS_ON_CPU)
+    return _calls(table, lambda kernel: kernel.category == "GEMM")
+
+
+def _graph_launches(table: KernelTable) -> float:
+    return table.host_calls["cudaGraphLaunch"].calls / _steps(table)
+
+
+def _idle_ms(table: KernelTable) -> float:
+    assert table.timeline
+    return table.timeline.idle_ns / _steps(table) / 1e6
+
+
 def _not_swiglu(m: Measured, answer: str) -> str:
-    names = [_GRAPH.sub("", kernel.name) for kernel in m.compiled.kernels if _is_fused(kernel)]
+    names = [_GRAPH.sub("", kernel.name) for kernel in m[COMPILED].kernels if _is_fused(kernel)]
     name = _GRAPH.sub("", answer)
     if name not in names:
         with_silu = [name for name in names if "silu" in name][:_NAMED]
@@ -129,11 +122,6 @@ def _not_swiglu(m: Measured, answer: str) -> str:
     )
 
 
-def _recorded(version: str) -> KernelTable:
-    folder = REFERENCE / version / "pytorch_profiler"
-    return kernel_file.read(folder / kernel_file.JSON_FILE)
-
-
 # --- the questions -------------------------------------------------------------------------------
 
 
@@ -143,12 +131,12 @@ def _read(
     """A number of one step that is read off a profile: right up to rounding."""
 
     def of_all_steps(m: Measured) -> list[tuple[float, str]]:
-        steps = getattr(m, table).steps
-        return [(steps * value(getattr(m, table)), f"that is of all {steps} steps")]
+        steps = _steps(m[table])
+        return [(steps * value(m[table]), f"that is of all {steps} steps")]
 
     rounding: dict[str, Any] = {"within": 0, "margin": 0.5, "unit": ""} | more
     return Found(
-        key, what, value=lambda m: value(getattr(m, table)), how=how, slips=of_all_steps, **rounding
+        key, what, value=lambda m: value(m[table]), how=how, slips=of_all_steps, **rounding
     )
 
 
@@ -156,35 +144,35 @@ ALL_CALLS = "the first row of `workshop.profilers diff` has it"
 QUESTIONS: tuple[Question[Measured], ...] = (
     Predicted(
         "predict.calls_gone_percent", "calls that the compiler removes", "%",
-        lambda m: 100 * (1 - _calls(m.compiled) / _calls(m.eager)),
+        lambda m: 100 * (1 - _calls(m[COMPILED]) / _calls(m[EAGER])),
         "What goes is all that lies between products and attention: element-wise operations, "
         "copies, views. Their number grows with the layers, and so does the number of fused "
         "kernels.",
     ),
     Predicted(
         "predict.products_gone", "matrix products that it removes", "",
-        lambda m: _products(m.eager) - _products(m.compiled),
+        lambda m: _products(m[EAGER]) - _products(m[COMPILED]),
         "Inductor hands large products to the library, as eager code does: there is nothing to "
         "gain. It fuses the operations between them.",
     ),
     Predicted(
-        "predict.fused_calls", "calls of fused kernels", "", lambda m: _fused(m.compiled),
+        "predict.fused_calls", "calls of fused kernels", "", lambda m: _fused(m[COMPILED]),
         "A product needs its whole input, and its whole result is there before the next kernel "
         "starts: so one kernel, at least, for each gap between products (or attention) that has "
         "work in it.",
     ),
-    _read("findings.eager_calls", "all calls of eager V4", "eager", _calls, ALL_CALLS),
-    _read("findings.compiled_calls", "all calls of compiled V4", "compiled", _calls, ALL_CALLS),
+    _read("findings.eager_calls", "all calls of eager V4", EAGER, _calls, ALL_CALLS),
+    _read("findings.compiled_calls", "all calls of compiled V4", COMPILED, _calls, ALL_CALLS),
     _read(
-        "findings.eager_products", "products of eager V4", "eager", _products,
+        "findings.eager_products", "products of eager V4", EAGER, _products,
         "a linear layer has one product forward and two backward",
     ),
     _read(
-        "findings.compiled_products", "products of compiled V4", "compiled", _products,
+        "findings.compiled_products", "products of compiled V4", COMPILED, _products,
         "aten::addmm is one, too",
     ),
     _read(
-        "findings.compiled_fused_calls", "fused kernels' calls", "compiled", _fused,
+        "findings.compiled_fused_calls", "fused kernels' calls", COMPILED, _fused,
         "add up the calls of all names with _fused_ in them that the compiler made",
     ),
     Written("findings.swiglu_kernel", "the kernel of SwiGLU, forward", _not_swiglu),

@@ -2,16 +2,14 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from labs.inference_benchmark import own_runs
-from labs.inference_benchmark.own_runs import true_counts
+from labs.inference_benchmark.own_runs import Profile, true_counts
 from labs.inference_benchmark.profiling import ITERATIONS
 from workshop.exercises.frame import Item, Missing, Work, judged
 from workshop.exercises.hot_list import names
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
-from workshop.labs import LabRun
-from workshop.profilers.table import Kernel, KernelTable
+from workshop.profilers.table import Kernel
 
 PROFILE = "--batch-size 4 --iterations 5 --autograd-profiler --kineto"
 TOP = 5
@@ -19,51 +17,29 @@ NEARLY = 0.9
 """Share of a row's time: a row with more may be in its place."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A run, and its trace."""
-
-    run: LabRun
-    table: KernelTable
-
-    @property
-    def conv_calls(self) -> int:
-        """Calls in one iteration."""
-        return sum(layer.kind.startswith("Conv") for layer in true_counts(self.run).layers)
-
-    @property
-    def calls(self) -> float:
-        """Calls in one iteration."""
-        return self.table.launches / (self.table.steps or 1)
-
-    def part(self, category: str) -> float:
-        """Share of the operators' or kernels' time."""
-        return self.table.category_ns().get(category, 0.0) / self.table.total_ns
-
-    @property
-    def busy(self) -> float:
-        """The part of the time in which the GPU worked; 1 on a CPU."""
-        line = self.table.timeline
-        return line.busy_ns / line.span_ns if line else 1.0
-
-    @property
-    def products(self) -> float:
-        """Their part of the whole time."""
-        return self.part("GEMM") * self.busy
-
-    @property
-    def idle_percent(self) -> float:
-        return 100 * (1 - self.busy)
+def conv_calls(m: Profile) -> int:
+    """Calls of convolutions in one iteration."""
+    return sum(layer.kind.startswith("Conv") for layer in true_counts(m.run).layers)
 
 
-def measured(work: Work) -> Measured:
+def idle(m: Profile) -> float:
+    """Share of the time in which the GPU waited; 0 on a CPU."""
+    return m.idle_share() or 0.0
+
+
+def products(m: Profile) -> float:
+    """Their part of the whole time, in which the GPU also waits."""
+    return m.share("GEMM") * (1 - idle(m))
+
+
+def measured(work: Work) -> Profile:
     """Raises Missing: there is no run with tables and a trace."""
     tables = own_runs.with_flag("--autograd-profiler")
     runs = [run for run in own_runs.plain_runs(work, precision="fp32") if tables(run)]
     found = next(own_runs.profiles(work.results, runs), None)
     if found is None:
         raise Missing("no tables with a trace yet:", f"{own_runs.PROGRAM} {PROFILE}")
-    return Measured(found.run, found.table)
+    return found
 
 
 def check(work: Work) -> Iterator[Item]:
@@ -103,54 +79,54 @@ def gain(part: float) -> float:
     return 1 / (1 - part / 2)
 
 
-QUESTIONS: tuple[Question[Measured], ...] = (
+QUESTIONS: tuple[Question[Profile], ...] = (
     Predicted(
         "predict.products_percent", "predicted: the convolutions' share", "%",
-        lambda m: 100 * m.part("GEMM"),
+        lambda m: 100 * m.share("GEMM"),
         "They do nearly all operations. Norms, ReLU and pooling do next to none, and read and "
         "write as many numbers.", within=0.15,
     ),
     Predicted(
         "predict.conv_calls", "predicted: convolutions of an iteration", "",
-        lambda m: m.conv_calls,
+        lambda m: conv_calls(m),
         "The number in the name counts convolutions and the linear layer; those of the shortcuts "
         "come on top.", within=0.0,
     ),
     Found(
-        "found.conv_calls", "convolutions of an iteration", "", lambda m: m.conv_calls,
+        "found.conv_calls", "convolutions of an iteration", "", lambda m: conv_calls(m),
         f"`# of Calls` of a convolution: the tables are of {ITERATIONS} iterations.", within=0.0,
-        slips=lambda m: [(ITERATIONS * m.conv_calls, f"that is {ITERATIONS} iterations")],
+        slips=lambda m: [(ITERATIONS * conv_calls(m), f"that is {ITERATIONS} iterations")],
     ),
     Found(
-        "found.calls", "calls of an iteration", "", lambda m: m.calls,
+        "found.calls", "calls of an iteration", "", lambda m: m.launches(),
         "The line under the hot list: `N calls, ... ms each`, of one step.", within=0.0,
         slips=lambda m: [(m.table.launches, "that is all iterations of the trace")],
     ),
     Found(
         "found.products_percent", "the share of convolutions and the linear layer", "%",
-        lambda m: 100 * m.part("GEMM"), "GEMM in the line `by category`.", within=0.0,
+        lambda m: 100 * m.share("GEMM"), "GEMM in the line `by category`.", within=0.0,
         margin=0.3,
     ),
     Found(
-        "found.norms_percent", "the norms' share", "%", lambda m: 100 * m.part("norm"),
+        "found.norms_percent", "the norms' share", "%", lambda m: 100 * m.share("norm"),
         "norm in the line `by category`.", within=0.0,
         margin=0.3,
     ),
     Found(
-        "found.idle_percent", "the time in which the GPU waits", "%", lambda m: m.idle_percent,
+        "found.idle_percent", "the time in which the GPU waits", "%", lambda m: 100 * idle(m),
         "The line `GPU busy A of B ms`: 1 - A / B; 0 without a GPU.", within=0.0, margin=1.0,
     ),
     Found(
         "found.products_twice_as_fast", "if products were twice as fast", "x",
-        lambda m: gain(m.products),
+        lambda m: gain(products(m)),
         "1 / (1 - p / 2), where p is their part of the whole time, as a fraction. On a GPU the "
         "whole time has idle time in it.",
         slips=lambda m: [(2.0, "the rest of the time stays as it is")],
     ),
     Chosen(
         "found.larger_gain", "which gains more", ("products", "rest"),
-        lambda m: "products" if m.products / 2 > 1 - m.products else "rest",
-        lambda m: f"half of {m.products:.0%} against all of {1 - m.products:.0%}",
-        lambda m: f"half of {m.products:.0%} against all of {1 - m.products:.0%}",
+        lambda m: "products" if products(m) / 2 > 1 - products(m) else "rest",
+        lambda m: f"half of {products(m):.0%} against all of {1 - products(m):.0%}",
+        lambda m: f"half of {products(m):.0%} against all of {1 - products(m):.0%}",
     ),
 )  # fmt: skip

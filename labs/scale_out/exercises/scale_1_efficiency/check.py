@@ -12,16 +12,15 @@ from workshop.run import flops, presets
 from workshop.run.timing import median, spread
 from workshop.versions import load
 
-LAB = "scale_out"
 PARTS = 8
 MARGIN = 1.03
-"""An efficiency may exceed what is possible by so much, since no two runs take the same time."""
+"""How far an efficiency may exceed what is possible: no two runs take the same time."""
 UNEVEN = 0.25
-"""Half of a run's step times lie within this part of their median, unless other programs ran; in
-the solution's runs it is 0.12 at most."""
+"""The interquartile range of step times over their median above which other programs ran; in the
+solution's runs it is 0.12 at most."""
 CPU = "--config tiny --batch-size {} --seq-len 64 --compile none --num-steps 40 --device cpu"
 TORCHRUN = "torchrun --standalone --nproc-per-node 2"
-FOLDER = f"labs/{LAB}"
+FOLDER = "labs/scale_out"
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,8 @@ class Measured:
     parts_alone: LabRun
     parts: LabRun
     link: LabRun
-    """An all-reduce, of a message about as large as the gradients."""
-
-    @property
-    def gradients_mb(self) -> float:
-        preset = presets.get_preset(str(self.pair.options["config"]))
-        model = load("v1").TinyLlamaConfig(**preset.model())
-        return 4e-6 * flops.parameter_count(model)
+    """An all-reduce, of the message whose size is nearest to the gradients'."""
+    gradients_mb: float
 
     @property
     def gbs(self) -> float:
@@ -74,57 +68,43 @@ class Measured:
 
 
 def measured(work: Work) -> Measured:
-    """Raises Missing: a run is not there."""
-    runs = [run for run in work.lab_runs(LAB) if _trains(run) or run.unit == UNIT]
-    groups = [run for run in runs if _trains(run) and run.processes > 1]
-    pair = next((run for run in groups if run.options["accumulate"] == 1), None)
+    """The newest runs that can be compared. Raises Missing: a run is not there."""
+    runs = work.lab_runs("scale_out")
+    trained = [run for run in runs if run.unit == "tokens" and run.options["strategy"] == "ddp"]
+    pairs = (run for run in trained if run.processes > 1 and run.options["accumulate"] == 1)
+    pair = next(pairs, None)
     if pair is None:
         raise Missing("two processes are not measured yet", _command(2, 1))
-    alone, parts_alone, parts = (
-        next((run for run in runs if _is(run, pair, processes, accumulate)), None)
-        for processes, accumulate in ((1, 1), (1, PARTS), (pair.processes, PARTS))
-    )
-    for run, processes, accumulate in (
-        (alone, 1, 1), (parts_alone, 1, PARTS), (parts, 2, PARTS),
-    ):  # fmt: skip
-        if run is None:
-            what = f"{processes} process{'es' * (processes > 1)}"
-            what += f", {accumulate} parts" * (accumulate > 1)
-            raise Missing(
-                f"{what}: not measured yet on {pair.device['name']}",
-                _command(processes, accumulate),
-            )
-    found = [
-        run for run in runs
-        if run.unit == UNIT and run.metrics["collective"] == "all-reduce"
-        and (run.processes, run.device) == (pair.processes, pair.device)
-    ]  # fmt: skip
-    if not found:
+
+    def find(processes: int, parts: int) -> LabRun:
+        """The newest run that differs from the pair only in this."""
+        wanted = (processes, parts, *_same(pair))
+        its = (run for run in trained
+               if (run.processes, run.options["accumulate"], *_same(run)) == wanted)  # fmt: skip
+        if found := next(its, None):
+            return found
+        what = f"{processes} process{'es' * (processes > 1)}" + f", {parts} parts" * (parts > 1)
+        where = pair.device["name"]
+        raise Missing(f"{what}: not measured yet on {where}", _command(min(2, processes), parts))
+
+    alone, parts_alone, parts = find(1, 1), find(1, PARTS), find(pair.processes, PARTS)
+    links = [run for run in runs
+             if run.unit == UNIT and run.metrics["collective"] == "all-reduce"
+             and (run.processes, run.device) == (pair.processes, pair.device)]  # fmt: skip
+    if not links:
         raise Missing("the links are not measured yet", f"{TORCHRUN} {FOLDER}/collectives.py")
-    assert alone and parts_alone and parts
-    m = Measured(alone, pair, parts_alone, parts, found[0])
-    newest = [run for run in found if run.session == found[0].session]
-    near = min(newest, key=lambda run: abs(math.log(_message_mb(run) / m.gradients_mb)))
-    return Measured(alone, pair, parts_alone, parts, near)
+    model = load("v1").TinyLlamaConfig(**presets.get_preset(str(pair.options["config"])).model())
+    mb = 4e-6 * flops.parameter_count(model)
+    newest = [run for run in links if run.session == links[0].session]
+    near = min(newest, key=lambda run: abs(math.log(_message_mb(run) / mb)))
+    return Measured(alone, pair, parts_alone, parts, near, mb)
 
 
-def _trains(run: LabRun) -> bool:
-    return run.unit == "tokens" and run.options["strategy"] == "ddp"
-
-
-def _is(run: LabRun, pair: LabRun, processes: int, accumulate: int) -> bool:
-    """Whether a run differs from the pair in nothing but the number of processes and parts; each
-    process has as much in a part."""
-    if not _trains(run):
-        return False
-    same = ("version", "precision", "compile", "config")
-    share, its = (float(one.metrics["sequences"] or 0) / int(one.options["accumulate"] or 1)
-                  for one in (run, pair))  # fmt: skip
-    return (
-        (run.processes, run.options["accumulate"]) == (processes, accumulate)
-        and (run.subject, run.device, share) == (pair.subject, pair.device, its)
-        and all(run.options[name] == pair.options[name] for name in same)
-    )
+def _same(run: LabRun) -> tuple[object, ...]:
+    """The facts that runs share which are compared: each process has as much in a part."""
+    share = float(run.metrics["sequences"] or 0) / int(run.options["accumulate"] or 1)
+    options = [run.options[name] for name in ("version", "precision", "compile", "config")]
+    return (run.subject, run.device, share, *options)
 
 
 def _message_mb(run: LabRun) -> float:

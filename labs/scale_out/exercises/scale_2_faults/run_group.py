@@ -90,14 +90,11 @@ def together(path: Path, batch_size: int, size: int) -> list[Outcome]:
     server = multiprocessing.get_context("forkserver")  # one process that has imported PyTorch
     server.set_forkserver_preload(["torch.distributed"])
     with tempfile.TemporaryDirectory() as folder:
-        started = [
-            server.Process(
-                target=_process, args=(path, batch_size, rank, size, Path(folder), HANGS_S)
-            )
-            for rank in range(size)
-        ]
+        shared = path, batch_size, size, Path(folder), HANGS_S
+        started = [server.Process(target=_process, args=(rank, *shared)) for rank in range(size)]
         for process in started:
             process.start()
+        # Each process ends, or shows where it waits.
         stacks = [Path(folder, f"stack{rank}") for rank in range(size)]
         while any(
             process.is_alive() and not (stack.exists() and stack.stat().st_size)
@@ -108,33 +105,26 @@ def together(path: Path, batch_size: int, size: int) -> list[Outcome]:
         outcomes = [_outcome(Path(folder), rank) for rank in range(size)]
         for process in started:
             process.kill()
-        for process in started:
             process.join()
         return outcomes
 
 
 def _process(
-    path: Path, batch_size: int, rank: int, size: int, folder: Path, hangs_s: float
+    rank: int, path: Path, batch_size: int, size: int, folder: Path, hangs_s: float
 ) -> None:
     torch.set_num_threads(1)
     with (folder / f"stack{rank}").open("w") as stack:
         faulthandler.dump_traceback_later(hangs_s, file=stack)
         store = dist.FileStore(str(folder / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        model, rows = make_model(), 0
-
-        def note(_: nn.Module, batch: tuple[Tensor]) -> None:
-            nonlocal rows
-            rows += len(batch[0])
-
-        model.register_forward_pre_hook(note)
-        outcome: dict[str, object]
+        model, seen = make_model(), []
+        model.register_forward_pre_hook(lambda _, batch: seen.append(len(batch[0])))
+        trained, text = None, ""
         try:
             trained = import_file(path).train(model, make_batches(batch_size), rank, size, RATE)
-            outcome = {"trained": trained, "rows": rows, "message": ""}
         except Exception as error:
             text = f"{type(error).__name__}: {error!s:.200}"
-            outcome = {"trained": None, "rows": rows, "message": text}
+        outcome = {"trained": trained, "rows": sum(seen), "message": text}
         torch.save(outcome, folder / f"outcome{rank}")
         dist.barrier()  # a process that ends would fail the others' collectives
 
@@ -146,11 +136,11 @@ def _outcome(folder: Path, rank: int) -> Outcome:
     stack = (folder / f"stack{rank}").read_text()
     # The innermost line comes first: of PyTorch's, and then of the file.
     called = re.findall(r'File ".*/(\w+\.py)", line (\d+) in (\w+)', stack)
-    shown = [f"{name}, line {line}, in {function}" for name, line, function in called]
-    own = next((place for place in shown if " in train" in place), "")
     inner = next((function for *_, function in called if hasattr(dist, function)), "")
-    if own:
-        return Outcome(None, 0, f"waits in {inner}: {own}", hangs=True)
+    for name, line, function in called:
+        if function == "train":
+            where = f"{name}, line {line}, in {function}"
+            return Outcome(None, 0, f"waits in {inner}: {where}", hangs=True)
     return Outcome(None, 0, "has ended without a result")
 
 
@@ -170,7 +160,8 @@ def difference(one: Trained, other: Trained) -> str:
     return ""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compares from the command line; returns the exit status."""
     assert __doc__
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -178,29 +169,25 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--batch-size", type=count, default=4, metavar="N", help="of all processes (default 4)")
     add("--processes", type=count, default=2, metavar="N", help="default 2")
-    return parser
+    arguments = parse(parser, argv)
+    return errors.exit_status(
+        lambda: run(arguments.batch_size, arguments.processes), interrupted="interrupted"
+    )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compares from the command line; returns the exit status."""
-    arguments = parse(build_parser(), argv)
-    return errors.exit_status(lambda: run(arguments), interrupted="interrupted")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    batches = make_batches(arguments.batch_size)
+def run(batch_size: int, processes: int) -> int:
     path = Path(__file__).with_name(MINE)
     import_file(path)  # an error in the file itself is printed once
-    right, wrong = alone(batches), False
-    for rank, outcome in enumerate(together(path, arguments.batch_size, arguments.processes)):
+    right, status = alone(make_batches(batch_size)), errors.DONE
+    for rank, outcome in enumerate(together(path, batch_size, processes)):
         text = outcome.message
         if outcome.trained:
-            text = difference(outcome.trained, right)
-            text = f"differs {text}" if text else "trains as one process does"
-            wrong |= text.startswith("differs")
-        wrong |= not outcome.trained
+            differs = difference(outcome.trained, right)
+            text = f"differs {differs}" if differs else "trains as one process does"
+        if text != "trains as one process does":
+            status = errors.ANSWER_IS_NO
         print(f"process {rank}: {text}")
-    return errors.ANSWER_IS_NO if wrong else errors.DONE
+    return status
 
 
 if __name__ == "__main__":

@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labs.cifar10_roofline import networks
-from labs.cifar10_roofline.batches import Plan
-from labs.cifar10_roofline.data import Dataset
+from labs.cifar10_roofline import step
+from labs.cifar10_roofline.data import Dataset, Plan
 from workshop.gate import steps
 from workshop.gate.parity import Measure, as_recorded
 from workshop.gate.steps import State, Watch, plain_arithmetic
@@ -158,7 +157,7 @@ class TrainingCheck(Check):
     @functools.cached_property
     def _watch(self) -> Watch:
         reference = self._reference
-        shapes = steps.shapes_of(networks.build(reference.arguments.model))
+        shapes = steps.shapes_of(step.build(reference.arguments.model))
         counts = reference.total, self._first, reference.epoch_steps
         return Watch(reference.sgd(), shapes, self._chance, *counts)
 
@@ -190,8 +189,8 @@ class TrainingCheck(Check):
         true = plain = reference.logits(state, test.images[drawn], "fp32")
         if self._precision != "fp32":
             plain = reference.logits(state, test.images[drawn], self._precision)
-        if logits.shape != (len(test.labels), networks.CLASSES):
-            logits = torch.full((len(test.labels), networks.CLASSES), torch.nan)
+        if logits.shape != (len(test.labels), step.CLASSES):
+            logits = torch.full((len(test.labels), step.CLASSES), torch.nan)
         found = logits[drawn].double()
         scale = (true - true.mean(0)).norm()
         error, own = (float((one - true).norm() / scale) for one in (found, plain))

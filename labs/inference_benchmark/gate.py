@@ -1,14 +1,18 @@
 """The gate, the judge's side: the timed iterations did the network's work.
 
-With "go" comes a pattern that is added to all images. Inference: after the clock the judge draws
-images, and the logits that any timed iteration left for them are compared with the fp32 network's
-in fp64. They may be no further from them than a small multiple of what plain eager mode loses at
-the same precision. Training: four of its steps, the last two among them, are done again
-(workshop/gate/steps.py) by a plain step that has only the network in common with the run's.
+Process and judge make the same images from the same seed. To make them takes seconds, in which a
+process could compute their logits: so with "go" comes a pattern that is added to all images.
+Inference: after the clock the judge draws images, and the logits that any timed iteration left for
+them are compared with the fp32 network's in fp64. They may be no further from them than a small
+multiple of what plain eager mode loses at the same precision. Training: four of its steps, the last
+two among them, are done again (workshop/gate/steps.py) by a plain step that has only the network in
+common with the run's.
 """
 
 import copy
 import functools
+import itertools
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from labs.inference_benchmark import networks
-from labs.inference_benchmark.batches import Images
 from labs.inference_benchmark.modes import Setting, Variant
 from labs.inference_benchmark.networks import AUXILIARY_WEIGHT, Network, logits, run_once
 from workshop.gate import steps
@@ -32,15 +35,21 @@ from workshop.labs import LabRun
 from workshop.results import Parity
 from workshop.run.precision import set_arithmetic
 
+SAME_PIXELS = 8
+"""In the first row of each image."""
+MOST_PLACES = 1000
+"""Iterations, or images of a batch if it has more, of which no two have the same images."""
+KEPT_BYTES = 256e6
+"""Most logits of the timed iterations that are kept."""
 MOST_TIMES = 3.0
 """The timed network's error may be this many times the plain one's at the same precision. True runs
 of 65 networks had 0.8 to 1.1 of it in fp16 on an H200, and up to 2.0 in bf16 on a CPU."""
 FLOOR = 8 * 2.0**-24
-"""Relative to the logits: the plain network may by luck be nearer to the truth than fp32 rounds."""
+"""Relative to the logits: the plain network may by luck be nearer to fp64 than fp32 rounds."""
 MOST_ERROR = 0.7
 """Relative to the logits: however much the plain network loses, the timed one may not be further
-from the truth. Logits of other images are at 1.4. In bf16 random MobileNets and ShuffleNets lose up
-to 0.66, since their depthwise convolutions cancel what is smooth, and not the rounding."""
+from fp64. Logits of other images are at 1.4. In bf16 random MobileNets and ShuffleNets lose up to
+0.66, since their depthwise convolutions cancel what is smooth, and not the rounding."""
 SAMPLE = 8
 """Images of a batch that are drawn at most: the last, and others."""
 SUM_ROUNDINGS = 1e-4
@@ -53,6 +62,53 @@ MOST_LAYERS_OF_A_BLOCK = 12
 SGD = steps.Sgd(0.9, lambda number: 0.01)
 Timed = tuple[Sequence[int], Tensor]
 """The drawn images that an iteration had, by number, and its logits for them, fp64 on the CPU."""
+
+
+class Images:
+    """Images and targets of all iterations of a process. Each iteration reads a window that no
+    other has, but shares most of its images with some; and all images begin with the same pixels.
+    So what an earlier iteration left is never the answer."""
+
+    def __init__(
+        self, setting: Setting, iterations: int, rank: int | None = None, *, fixed: bool = False
+    ) -> None:
+        """
+        Args:
+            rank: of a process of a group, by default this one's.
+            fixed: all iterations read the same window.
+        """
+        self.network, self._seed = setting.network, setting.images_seed(rank)
+        self.batch = setting.batch_size
+        if rank is not None and setting.parts:
+            self.batch = setting.parts[rank]
+        self._fixed = fixed
+        self._places = max(self.batch, min(iterations, MOST_PLACES)) + 1
+        self.count = self.batch + self._places - 1
+        candidates = itertools.count(max(1, self.batch // 3))
+        self._step = next(step for step in candidates if math.gcd(step, self._places) == 1)
+
+    @functools.cached_property
+    def images(self) -> Tensor:
+        found = self.network.images(self.count, self._seed)
+        found[:, :, 0, :SAME_PIXELS] = found[0, :, 0, :SAME_PIXELS].clone()
+        return found
+
+    @functools.cached_property
+    def targets(self) -> Tensor:
+        return self.network.targets(self.count, self._seed)
+
+    def window(self, index: int) -> slice:
+        """The images of an iteration."""
+        first = 0 if self._fixed else index * self._step % self._places
+        return slice(first, first + self.batch)
+
+    def kept(self, iterations: range) -> range:
+        """The newest of these iterations, whose logits are kept: KEPT_BYTES of fp32 numbers."""
+        if self._fixed:
+            return iterations[-1:]
+        numbers = self.batch * self.network.classes
+        numbers *= self.network.edge**2 if self.network.segments else 1
+        return iterations[-max(2, int(KEPT_BYTES / (4 * numbers))) :]
 
 
 class InferenceCheck(Check):
@@ -91,13 +147,13 @@ class InferenceCheck(Check):
         self._sums = proof.get("sums", torch.zeros(0)).double().cpu()
 
     def judge(self, ask: Callable[..., Message], run: LabRun) -> None:
-        data, done = Images(self._setting, self._timed.stop), self._timed[: len(run.step_ms)]
-        if len(run.step_ms) != len(self._timed) and run.status != "interrupted":
+        done, whole = self._timed[: len(run.step_ms)], run.status != "interrupted"
+        if len(run.step_ms) != len(self._timed) and whole:
             sentence = f"it has done {len(run.step_ms)} iterations of {len(self._timed)}"
             run.gate = Parity("fail", [sentence])
             return
-        # timm has one batch, and keeps the last step's logits.
-        kept = range(1) if self._variant.peer == "timm" else data.kept(done)
+        data = Images(self._setting, self._timed.stop, fixed=self._variant.peer == "timm")
+        kept = data.kept(done)
         numbers = self._draw_images(data, kept)
         rows: dict[str, list[int]] = {}  # of the drawn images, by iteration
         places: dict[str, list[int]] = {}  # the same in its batch
@@ -112,20 +168,18 @@ class InferenceCheck(Check):
         model = self._build()
         set_arithmetic(self._variant.precision)
         pattern = self._patterns[self._timed.stop - 1]
-        known = find_truth(model, self._variant, data.images[numbers], pattern)
+        known = find_reference(model, self._variant, data.images[numbers], pattern)
         torch.cuda.empty_cache()
         shapes = {index: known.logits[which].shape for index, which in rows.items()}
         if {name: tensor.shape for name, tensor in shown.items()} != shapes:
             run.gate = Parity("fail", ["it does not show the logits of the images that are drawn"])
-            return
-        if run.status != "interrupted" and not self._as_timed(
-            shown, places, (len(kept), data.batch)
-        ):
+        elif whole and not self._as_timed(shown, places, (len(kept), data.batch)):
             sentence = "it shows other logits than it had when its clock stopped"
             run.gate = Parity("fail", [sentence])
-            return
-        timed = [(which, shown[index].double().cpu()) for index, which in rows.items()]
-        run.gate, run.metrics["top1_agreement"] = of_inference(self._variant, known, timed)
+        else:
+            timed = [(which, shown[index].double().cpu()) for index, which in rows.items()]
+            run.gate, agreement = of_inference(self._variant, known, timed)
+            run.metrics["top1_agreement"] = agreement
 
     def _as_timed(
         self, shown: Mapping[str, Tensor], places: Mapping[str, list[int]], shape: tuple[int, int]
@@ -151,7 +205,7 @@ class InferenceCheck(Check):
 
 
 @dataclass(frozen=True)
-class Truth:
+class Reference:
     """Logits of some images, fp64 on the CPU, (N, classes) or (N, classes, H, W)."""
 
     logits: Tensor
@@ -161,49 +215,53 @@ class Truth:
 
 
 @torch.no_grad()
-def find_truth(model: nn.Module, variant: Variant, images: Tensor, pattern: Tensor) -> Truth:
+def find_reference(
+    model: nn.Module, variant: Variant, images: Tensor, pattern: Tensor
+) -> Reference:
     """Runs the fp32 network in fp64, and as it is at the variant's precision, on the sum of images
     (N, 3, H, W) and pattern, both fp32."""
     device = next(model.parameters()).device
     with run_once():
         exact = (images + pattern).to(device)
-        truth = logits(copy.deepcopy(model).double()(exact.double())).cpu()
+        reference = logits(copy.deepcopy(model).double()(exact.double())).cpu()
         plain = copy.deepcopy(model).to(variant.dtype)
         with variant.context(device):
             read = images.to(variant.dtype) + pattern.to(variant.dtype)
             eager = logits(plain(read.to(device))).double().cpu()
-    return Truth(truth, eager)
+    return Reference(reference, eager)
 
 
-def of_inference(variant: Variant, known: Truth, timed: Sequence[Timed]) -> tuple[Parity, float]:
+def of_inference(
+    variant: Variant, known: Reference, timed: Sequence[Timed]
+) -> tuple[Parity, float]:
     """The verdict on what timed iterations gave for the drawn images, and the share of these (of
-    segmentation: pixels) for which the class with the largest logit is the truth's."""
-    truth, eager = known.logits, known.plain
+    segmentation: pixels) for which the class with the largest logit is the reference's."""
+    true, eager = known.logits, known.plain
     # The part that all images share says nothing of whether each was looked at.
-    scale = (truth - truth.mean(0, keepdim=True)).square().mean().sqrt()
-    if len(truth) == 1:
-        scale = truth.square().mean().sqrt()
+    center = true.mean(0, keepdim=True) if len(true) > 1 else 0.0
+    scale = (true - center).square().mean().sqrt()
 
     def measure(which: Sequence[int], output: Tensor) -> Measure:
         rows = list(which)
-        error, lost = (float((x - truth[rows]).square().mean().sqrt() / scale)
-                       for x in (output, eager[rows]))  # fmt: skip
+        error, lost = (
+            float((x - true[rows]).square().mean().sqrt() / scale) for x in (output, eager[rows])
+        )
         return Measure(error, min(MOST_ERROR, MOST_TIMES * lost + FLOOR), lost)
 
     worst = max((measure(*one) for one in timed), key=badness)
-    same = [output.argmax(1) == truth[list(which)].argmax(1) for which, output in timed]
+    same = [output.argmax(1) == true[list(which)].argmax(1) for which, output in timed]
     far = (
         f"a timed iteration's logits are {worst.error:.1e} from the fp32 network's in fp64, "
         f"{worst.allowed:.1e} allowed"
     )
-    parity = Parity(
+    gate = Parity(
         status="pass" if worst.passed else "fail",
         failures=[] if worst.passed else [far],
-        batch_size=len(truth),
+        batch_size=len(true),
         reference=f"fp64; plain eager {variant.precision} is {worst.baseline:.1e} from it",
         measures={"logits": as_recorded(worst)},
     )
-    return parity, float(torch.cat([one.flatten() for one in same]).double().mean())
+    return gate, float(torch.cat([one.flatten() for one in same]).double().mean())
 
 
 class TrainingCheck(InferenceCheck):

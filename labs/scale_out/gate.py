@@ -2,9 +2,8 @@
 
 It is the workshop's gate (workshop/gate/parity.py), applied to all processes together: each runs
 its part of every batch, the loss is the mean over all, logits and gradients are gathered under V1's
-names. The judge asks for them in little, and compares them with V1's on whole batches, whose own
-distance from the truth at the precision in use sets the tolerance. Copies of one tensor in several
-processes must be equal, bit by bit. The training itself, at its own batch, is compared by audit.py.
+names. The tolerance follows from V1's own distance to a higher precision. Copies of one tensor in
+several processes must be equal, bit by bit. audit.py compares the training itself.
 """
 
 import dataclasses
@@ -45,12 +44,16 @@ class Gate:
     setting: Setting
     """The run's own."""
     parts: int
-    """How many parts a batch has: each is one sequence here, since the audit compares the run's own
-    batch."""
+    """Parts of a batch: each is one sequence, since the audit compares the run's own batch."""
     whole_batch: bool
     """Whether the batch is the run's own: a compiled model would be compiled for another, too."""
     seed: int = field(default_factory=lambda: secrets.randbits(62))
     """The sketches' seed."""
+
+    @classmethod
+    def of(cls, job: Job) -> "Gate":
+        setting = candidate.setting_of(job.asked, job.arguments.seed)
+        return cls(setting, job.parts, job.asked.compile_mode != "none")
 
     def settings(self) -> dict[str, Setting]:
         """The gate's settings. Faults smaller than a lower precision's roundings show in fp32, on a
@@ -96,25 +99,11 @@ def _no_memory(asked: str) -> OutOfMemory:
     return OutOfMemory(f"out of memory: the gate trains V1, too: {asked}; take fewer --num-layers")
 
 
-def answer(job: Job, *, small: bool, seed: int, batch_size: int, seq_len: int) -> Shown:
-    """Runs what the gate asks for; all processes have to call it. The first one's answer counts."""
-    asked = dataclasses.replace(job.asked, batch_size=batch_size, seq_len=seq_len)
-    if small:
-        config, precision = small_config(asked.config), get_precision("fp32", asked.device)
-        asked = dataclasses.replace(asked, config=config, precision=precision)
-    setting = candidate.setting_of(asked, asked.arguments.seed)
-    unequal: list[str] = []
-    with kept_matmul_mode():
-        found = _run(job.make_strategy(asked), setting, job.group, unequal)
-    tensors, values = wire.of_outcome(wire.sketched(found, seed))
-    return tensors, values | {"unequal": unequal}
-
-
-def prove(job: Job, gate: Callable[[Callable[..., Shown]], bool]) -> bool:
+def passes(job: Job, judge: Callable[[Callable[..., Shown]], bool]) -> bool:
     """Whether the gate passes. All processes have to call it.
 
     Args:
-        gate: in the first process, asks questions by the function that it is given, which answers
+        judge: in the first process, asks questions by the function that it is given, which answers
             them with all processes.
     """
 
@@ -123,12 +112,26 @@ def prove(job: Job, gate: Callable[[Callable[..., Shown]], bool]) -> bool:
         return answer(job, **question)
 
     if job.group.is_first:
-        return bool(groups.of_first(gate(asked)))
-    while True:
-        told: Any = groups.of_first(None)
-        if not isinstance(told, dict):
-            return bool(told)
+        return bool(groups.of_first(judge(asked)))
+    told: Any = groups.of_first(None)
+    while isinstance(told, dict):
         answer(job, **told)
+        told = groups.of_first(None)
+    return bool(told)
+
+
+def answer(job: Job, *, small: bool, seed: int, batch_size: int, seq_len: int) -> Shown:
+    """Runs what the gate asks for; all processes have to call it. The first one's answer counts."""
+    asked = dataclasses.replace(job.asked, batch_size=batch_size, seq_len=seq_len)
+    if small:
+        config, precision = small_config(asked.config), get_precision("fp32", asked.device)
+        asked = dataclasses.replace(asked, config=config, precision=precision)
+    setting = candidate.setting_of(asked, job.arguments.seed)
+    unequal: list[str] = []
+    with kept_matmul_mode():
+        found = _run(job.make_strategy(asked), setting, job.group, unequal)
+    tensors, values = wire.of_outcome(wire.sketched(found, seed))
+    return tensors, values | {"unequal": unequal}
 
 
 def _run(strategy: Strategy, setting: Setting, group: Group, unequal: list[str]) -> Outcome:
@@ -165,17 +168,14 @@ def _run(strategy: Strategy, setting: Setting, group: Group, unequal: list[str])
 def unequal_copies(what: str, tensors: Mapping[str, Tensor | None]) -> list[str]:
     """Compares each process's copies with the first one's, bit by bit; a sentence for each that
     differs. All processes have to call it."""
-    own = [name for name, tensor in tensors.items() if tensor is not None]
-    of_all = groups.of_all(own)
-    differ = []
+    own = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    everywhere = set.intersection(*map(set, groups.of_all([*own])))
+    differ = [name for name in own if name not in everywhere]
     for name in own:
-        tensor = tensors[name]
-        if tensor is not None and all(name in names for names in of_all):
-            first = tensor.clone()
+        if name in everywhere:
+            first = own[name].clone()
             dist.broadcast(first, 0)
-            if torch.equal(first, tensor):
-                continue
-        differ.append(name)
+            differ += [name] * (not torch.equal(first, own[name]))
     return [
         f"{what} of {name}: rank {rank}'s differs from rank 0's, or is missing"
         for rank, names in enumerate(groups.of_all(differ))

@@ -1,0 +1,367 @@
+"""The texts of documents that are made of results: a function for each pair of markers.
+
+`analysis_tools/update_docs.py` writes those of results/reference/; the labs' are in their folders.
+"""
+
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from workshop import records, tables
+from workshop.collection import Collection
+from workshop.compare import sweep
+from workshop.compare import waterfall as falls
+from workshop.compare.rows import Row, build_row, build_rows, ordinary, ratio, size_name, size_of
+from workshop.compare.rows import variant as variant_of
+from workshop.errors import WorkshopError
+from workshop.kernels import rows as kernel_rows
+from workshop.labs import LabRun
+from workshop.profilers import advisor, show
+from workshop.profilers.load import load, recorded_run
+from workshop.results import RunResult
+from workshop.run import chips, float8_cost, precision, presets
+from workshop.show import comparisons, ladders, page, sections
+from workshop.tables import SAME, fill_last_column, markdown_rows
+from workshop.versions import ALL, BASELINE, PEERS, ROOT, VERSIONS
+
+LADDER_CONFIGS, LADDER_PRECISION = ("small", "medium"), "bf16"
+FP8_CHIPS = ("H200 SXM", "B200", "MI300X")
+HOT_KERNELS = 6
+INTRODUCTION = """# Performance results
+
+Written by `make docs` from the result files under
+[results/reference/](results/reference/), which hold every step's time, the losses, the gate's
+verdict and the command of each run. All tables and pictures (phases, memory, sweeps, profiles,
+kernels, labs, command lines) as one page, without a GPU:
+
+```bash
+python analysis_tools/report_generator.py --results results/reference
+```
+
+Not measured by us: AMD hardware.
+"""
+
+
+class Recorded:
+    """The reference results: those of each device, and all of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.collection = Collection([folder])
+        self.collection.refresh()
+        devices = sorted(path for path in folder.iterdir() if (path / "runs").is_dir())
+        self.devices = [records.load_folder(device, RunResult) for device in devices]
+        self.runs = [run for its in self.devices for run in its]
+        self.rows = [build_rows(ordinary(its)) for its in self.devices]
+        self.falls = falls.build(self.runs)
+
+    @property
+    def lab_runs(self) -> list[LabRun]:
+        return [one.run for one in self.collection.lab_runs]
+
+
+# --- README.md: the ladder -----------------------------------------------------------------------
+
+
+def ladder(recorded: Recorded) -> str:
+    pairs = zip(recorded.rows, recorded.devices, strict=True)
+    return "\n\n".join(_ladder(rows, runs) for rows, runs in pairs if rows)
+
+
+def _ladder(rows: list[Row], runs: list[RunResult]) -> str:
+    """One device's ladder: a line a version or peer, step time and speed-up at two sizes; V3 and
+    V4 beside the fastest peer at all sizes."""
+    by_config: dict[str, dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        if row.precision == LADDER_PRECISION and not row.variant:
+            by_config[row.config][row.version] = row
+    for its in by_config.values():  # only rows that were compared with each other
+        session = its[BASELINE].session if BASELINE in its else None
+        for key in [key for key, row in its.items() if session not in (None, row.session)]:
+            del its[key]
+    configs = [config for config in LADDER_CONFIGS if by_config.get(config)]
+    lines = []
+    for key, version in ALL.items():
+        found = [by_config[config].get(key) for config in configs]
+        if any(found):
+            name = key if key in PEERS else key.upper()
+            cells = [cell for row in found for cell in _ladder_cells(row)]
+            lines.append([f"[{name}]({version.folder}/)", version.title, *cells])
+    header = ["version", "what"]
+    header += [text for c in configs for text in (f"{c}: step", "speed-up", "peak memory")]
+    sizes = sorted(by_config, key=presets.rank)
+    beside = {config: _beside_peers([*by_config[config].values()], runs) for config in sizes}
+    commits = {run.session: run.git_commit[:7] for run in runs if run.git_commit}
+    firsts = [next(iter(by_config[c].values())) for c in sizes if c in configs or beside[c]]
+    shapes = ", ".join(
+        f"{row.config} is {row.batch_size} x {row.seq_len} tokens a step "
+        f"(commit {commits.get(row.session, 'unknown')})"
+        for row in firsts
+    )
+    caption = f"One {rows[0].device}, {LADDER_PRECISION}, real text; {shapes}."
+    blocks = [
+        caption,
+        markdown_rows(header, lines, (0, 1)),
+        " ".join(filter(None, beside.values())),
+    ]
+    return "\n\n".join(filter(None, [*blocks, _spreads(runs, configs)]))
+
+
+def _ladder_cells(row: Row | None) -> list[str]:
+    if row is None or row.step_ms is None:
+        return ["-", "-", "-"]
+    return [f"{row.step_ms:.2f} ms", row.speedup_text(), f"{row.peak_memory_mb:,.0f} MB"]
+
+
+def _beside_peers(rows: list[Row], runs: list[RunResult]) -> str:
+    """V3 and V4 against the fastest peer of their session, at one size. Empty where no peer has a
+    graph: one without it may wait for the host, and a ratio would say little about the code."""
+    peers = [row for row in rows if row.version in PEERS and row.step_ms]
+    if not any(PEERS[row.version].cuda_graph for row in peers):
+        return ""
+    best = min(peers, key=lambda row: row.step_ms or math.inf)
+
+    def of(row: Row) -> list[RunResult]:
+        key = (row.version, best.session, row.config, row.precision)
+        same = [r for r in runs if (r.version, r.session, r.config_name, r.precision) == key]
+        return [run for run in ordinary(same) if not variant_of(run)]
+
+    ratios = [
+        f"{row.version.upper()} {build_row(of(row), of(best)).speedup_text()}"
+        for row in rows
+        if row.version in ("v3", "v4") and row.session == best.session
+    ]
+    return f"Beside the fastest peer at {best.config}, {best.version}: {', '.join(ratios)}."
+
+
+def _spreads(runs: list[RunResult], configs: list[str]) -> str:
+    """How far the sessions that measured the ladder lie apart, if there are several of a size."""
+    sessions: dict[str, list[RunResult]] = defaultdict(list)
+    for run in ordinary(runs):
+        if run.precision == LADDER_PRECISION:
+            sessions[run.session].append(run)
+    rows = [row for session in sessions.values() for row in build_rows(session)]
+    return " ".join(filter(None, (_spread([r for r in rows if r.config == c]) for c in configs)))
+
+
+def _spread(rows: list[Row]) -> str:
+    """V1's step and the fastest version's, at one size, over all sessions."""
+    timed = [
+        (row.step_ms, row.speedup, row.version)
+        for row in rows
+        if row.step_ms and row.speedup and not row.variant
+    ]
+    first = [row.step_ms for row in rows if row.version == BASELINE and row.step_ms]
+    if len(first) < 2 or not timed:
+        return ""
+    *_, fastest = min(timed)
+    steps, ratios, _ = zip(*(one for one in timed if one[2] == fastest), strict=True)
+    return (
+        f"In {len(first)} comparisons at {rows[0].config}, {fastest.upper()}'s speed-up was "
+        f"{_range(ratios, 'x')} ({BASELINE.upper()} {_range(first, ' ms')}, "
+        f"{fastest.upper()} {_range(steps, ' ms')})."
+    )
+
+
+def _range(values: Sequence[float], unit: str) -> str:
+    low, high = f"{min(values):.2f}{unit}", f"{max(values):.2f}{unit}"
+    return low if low == high else f"{low} to {high}"
+
+
+# --- docs/what_each_idea_is_worth.md -------------------------------------------------------------
+
+
+# The other sizes, axes and precisions are in the files beside the pictures.
+
+
+def waterfalls(recorded: Recorded) -> str:
+    found = (one for one in recorded.falls if one.config == LADDER_CONFIGS[-1])
+    return _study(recorded, "waterfall", map(comparisons.waterfall_table, found))
+
+
+def sweeps(recorded: Recorded) -> str:
+    found = [one for axis in sweep.AXES.values() for one in sweep.build(recorded.runs, axis)]
+    return _study(recorded, "sweep*", map(comparisons.sweep_table, found[:1]))
+
+
+def _study(recorded: Recorded, pattern: str, found: Iterable[tables.Table]) -> str:
+    """The pictures that compare_versions.py wrote beside the runs, and tables."""
+    text = tables.markdown(found)
+    pictures = "\n\n".join(
+        f"![{path.parent.name}, {path.stem}](../{path.relative_to(ROOT).as_posix()})"
+        for path in sorted(recorded.folder.rglob(f"{pattern}.png"))
+    )
+    return f"{pictures}\n\n{text}" if text else ""
+
+
+def startup(recorded: Recorded) -> str:
+    """A line for each version and size that is compiled or captured; without rows, nothing."""
+    lines = []
+    compiled = (row for rows in recorded.rows for row in rows if row.startup_s)
+    for row in compiled:
+        if row.precision != LADDER_PRECISION:
+            continue
+        what = f"{row.label}, {row.config}, {row.precision}, {row.device}"
+        cells = [f"{row.setup_s[name]:.1f} s" for name in ("compile", "capture")]
+        if row.prepared_beside:
+            cells[0] += f", beside {row.prepared_beside} other{'s' * (row.prepared_beside > 1)}"
+        # A later process finds the caches filled.
+        cells.append(f"{row.startup_least_s:.1f} s" if row.runs > 1 else "-")
+        lines.append([what, *cells, row.break_even or "-"])
+    header = ["version and size", "compile", "capture", "with filled caches", "break-even"]
+    return markdown_rows(header, lines) if lines else ""
+
+
+# --- the versions' README.md ---------------------------------------------------------------------
+
+
+def ideas(recorded: Recorded, version: str, old: str) -> str:
+    """The table of a version's README, its last column filled in: what each idea gained in the
+    waterfalls, found by the flag in its line that switches it off. Empty without a table."""
+    filled = fill_last_column(old, lambda row: _gains(row, version, recorded.falls))
+    places = dict.fromkeys(f"{one.precision}, {one.device}" for one in recorded.falls)
+    where = "; ".join(places)
+    note = f"Measured: times as fast as without it, {where}; {SAME}: no significant difference."
+    return f"{filled}\n\n{note}" if filled else ""
+
+
+def _gains(row: str, version: str, found: Sequence[falls.Waterfall]) -> str:
+    flag = re.search(r"--no-(fuse[a-z-]+|cuda-graph)|--(compile) none", row)
+    idea = (flag[1] or flag[2]).replace("-", "_") if flag else ""
+    rungs = {rung for one in VERSIONS.values() for rung in one.rungs}
+    titles = {title for code, what, title in rungs if (code, what) == (version, idea)}
+    # A gain over an earlier rung, where the one before was not timed, is that of several ideas.
+    gains = {
+        one.config: ratio(step.gain, step.gain_ci, SAME)
+        for one in found
+        for last, step in itertools.pairwise(one.steps)
+        if step.rung.version == version and step.rung.title in titles
+        if step.before == last.rung.title
+    }
+    return "; ".join(f"{config} {gain}" for config, gain in gains.items()) or "-"
+
+
+def profiles(recorded: Recorded, version: str) -> str:
+    found = sorted(recorded.folder.glob(f"*/profiles/{version}/pytorch_profiler"))
+    return "\n\n".join(map(_profile, found))
+
+
+def _profile(folder: Path) -> str:
+    """The head of a profile's hot list, a step each, and its summary."""
+    table, run = load(folder), recorded_run(folder)
+    if run is None or not table.steps:
+        raise WorkshopError(f"{folder}: no run.jsonl beside the profile, or no steps in it")
+    # Later commits may launch other kernels.
+    source = f"{table.tool}, commit {run.git_commit[:7]}" if run.git_commit else table.tool
+    lines = [
+        f"`{run.config_name}`, {run.precision}, {run.device['name']} ({source}):",
+        "",
+        tables.markdown_body(sections.hot_list(table, HOT_KERNELS)),
+        "",
+        *(f"- {line}" for line in show.summary(table)),
+    ]
+    if bound := advisor.headline(advisor.advise(table, run)):
+        lines.append(f"- `advise` says: {bound.sentence}")
+    return "\n".join(lines)
+
+
+# --- docs/fp8.md ---------------------------------------------------------------------------------
+
+
+def fp8_predictions(recorded: Recorded) -> str:
+    """A line for each preset and recipe: of its up projection."""
+    header = ["preset", "tokens", "precision"]
+    header += [f"{chip}, {how}" for chip in FP8_CHIPS for how in ("V1, V2", "V3", "V4")]
+    lines = []
+    for name, sizes in presets.PRESETS.items():
+        tokens, width = sizes.batch_size * sizes.seq_len, sizes.hidden_dim
+        for recipe, known in precision.FLOAT8.items():
+            ratios = [
+                float8_cost.speed_up(how[known.float8_recipe], chip, tokens, width, 4 * width)
+                for chip in filter(None, map(chips.find_peaks, FP8_CHIPS))
+                for how in (float8_cost.EAGER, float8_cost.KERNELS, float8_cost.COMPILED)
+            ]
+            lines.append([name, f"{tokens:,}", recipe, *(f"{value:.2f}x" for value in ratios)])
+    return markdown_rows(header, lines, (0, 2))
+
+
+def fp8_times(recorded: Recorded) -> str:
+    """A line for each version and size of which a session has timed fp8 and bf16."""
+    by_session = defaultdict(list)
+    for run in ordinary(recorded.runs):
+        by_session[run.session, size_of(run)].append(run)
+    lines = {}
+    for _, its in sorted(by_session.items(), key=lambda item: item[0][0]):
+        rows = [(row, row.step_ms) for row in build_rows(its) if row.step_ms and not row.variant]
+        bf16 = {row.version: ms for row, ms in rows if row.precision == "bf16"}
+        for row, ms in rows:
+            before = bf16.get(row.version)
+            if row.precision in precision.FLOAT8 and before:
+                what = row.device, size_name(its[0]), row.precision, row.version
+                times = f"{before:.2f} ms", f"{ms:.2f} ms", f"{before / ms:.2f}x"
+                lines[what] = [*what, *times, (its[0].git_commit or "-")[:7]]
+    if not lines:
+        return "Not measured yet."
+    header = ["device", "config", "precision", "version", "step in bf16", "in fp8", "as fast"]
+    by_size = sorted(lines, key=lambda what: (what[0], presets.rank(what[1]), *what[2:]))
+    return markdown_rows([*header, "commit"], [lines[what] for what in by_size], (0, 1, 2, 3, 7))
+
+
+# --- PERFORMANCE_RESULTS.md ----------------------------------------------------------------------
+
+
+def performance(recorded: Recorded) -> str:
+    """The summary of all reference results, a whole document.
+
+    Raises:
+        WorkshopError: one of them is broken.
+    """
+    (reference,) = page.read(recorded.collection)
+    for path, reason in reference.broken:
+        raise WorkshopError(f"{path}: {reason}")
+    pictures = (path.relative_to(ROOT) for path in recorded.folder.glob("*/comparison.png"))
+    parts = [
+        INTRODUCTION,
+        *(f"![Throughput, time and memory]({path.as_posix()})" for path in sorted(pictures)),
+        f"**{reference.verdicts()}**",
+        "## How to read the tables",
+        # The columns after the third are in the report alone.
+        "\n".join(f"- **{what}** {text}" for what, text in page.HOW_TO_READ[:3]),
+    ]
+    if glance := ladders.at_a_glance(reference.groups):
+        parts += ["## The ladder at a glance", f"{glance.title}:", tables.markdown_body(glance)]
+    parts += map(_best_kernels, sorted(recorded.folder.glob("*/kernels")))
+    parts += map(_drawn_kernels, sorted(recorded.folder.glob("*/kernels_drawn")))
+    return "\n\n".join(parts) + "\n"
+
+
+def _best_kernels(folder: Path) -> str:
+    """V3's operators at the largest size of each against the fastest right implementation there."""
+    rows = kernel_rows.load(folder)
+    header = ["operator", "size", "V3's kernel", "fastest other", "its time", "V3 is"]
+    lines = [
+        [f"`{best.ours.op}`", best.ours.size, f"{best.ours.step_ms:.3f} ms",
+         best.other.implementation, f"{best.other.step_ms:.3f} ms", f"{best.gain:.2f}x as fast"]
+        for best in kernel_rows.against_fastest(rows)
+    ]  # fmt: skip
+    caption = (
+        f"Forward and backward pass together, {rows[0].precision}, "
+        f"{rows[0].first.device['name']}, at the largest size of each operator, replayed from "
+        "graphs, on data that the cache does not hold. Only implementations whose results and "
+        "gradients are right have a time."
+    )
+    table = markdown_rows(header, lines, (0, 1, 3))
+    return "\n\n".join(["## V3's kernels against the fastest other", caption, table])
+
+
+def _drawn_kernels(folder: Path) -> str:
+    """At how many sizes drawn at random V3's operator is the fastest, and where not."""
+    rows = kernel_rows.load(folder)
+    head, *others = (line.strip() for line in kernel_rows.behind(rows))
+    run = rows[0].first
+    where = f"{run.device['name']}, {rows[0].precision}, sizes drawn by seed {run.options['seed']}"
+    sentence = f"At sizes that no tile was tuned for ({where}) {head}{':' if others else '.'}"
+    return "\n".join([sentence, *([""] if others else []), *(f"- {other}" for other in others)])
