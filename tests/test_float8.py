@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -254,10 +255,25 @@ def test_v3_s_operators_find_the_amax_on_the_way(
 
 
 @needs_v3
-def test_the_amax_of_what_is_not_a_number_is_infinite(emulated) -> None:
-    gate_up = torch.randn(16, 96).bfloat16()
+def test_an_amax_is_that_of_all_that_was_written(emulated, monkeypatch) -> None:
+    """By several programs, each with several turns; of either half of SwiGLU's gradient."""
+    from kernel_cases import normal, small_tiles
+
+    kernels = v3_kernels()
+    for name in ("triton_rms_norm", "triton_swiglu"):
+        small_tiles(sys.modules[name], monkeypatch)
+    dy, weight, stream = normal(300, 96).bfloat16(), normal(96), normal(300, 96)
+    for row, gate, up in ((0, 1, 8), (299, 8, 1)):
+        dy[row] *= 16
+        gate_up = torch.cat((gate * normal(300, 96), up * normal(300, 96)), 1).bfloat16()
+        y, total, rstd, y_amax = kernels._add_rms_norm(dy, stream, weight, 1e-5)
+        _, dbranch, _, dbranch_amax = kernels._add_rms_norm_backward(dy, None, total, weight, rstd)
+        found = [(y, y_amax), (dbranch, dbranch_amax)]
+        found += [kernels._swiglu(gate_up), kernels._swiglu_backward(dy, gate_up)]
+        for written, amax in found:
+            assert amax == written.float().abs().max()
     gate_up[3, 5] = torch.nan
-    assert v3_kernels().swiglu(gate_up, torch.empty(1))[1].isinf()
+    assert kernels._swiglu(gate_up)[1].isinf()
 
 
 class Casts(TorchDispatchMode):
