@@ -27,7 +27,7 @@ import torch
 
 from workshop import errors, records, results, tables, versions
 from workshop.arguments import count, parse
-from workshop.errors import NotOnThisMachine
+from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge import lab_record
 from workshop.kernels import rows
 from workshop.kernels.calls import Setting
@@ -74,6 +74,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _benchmark(arguments: argparse.Namespace) -> int:
+    if not 0 <= arguments.seed < 2**63:
+        raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
     errors.require("rich")
     if reason := versions.missing(versions.get_version("v3")):
         raise NotOnThisMachine(reason)
