@@ -279,6 +279,16 @@ def test_a_prediction_is_never_red() -> None:
     assert "off by 4" in prediction("t", 0, 4, "%", why="W.").why
 
 
+def test_a_prediction_waits_for_the_findings(tmp_path) -> None:
+    """The measured value would give them away."""
+    name = "baseline_analysis"
+    answers = with_answers(name, tmp_path, larger_part="")
+    items = checked(name, answers=answers, results=solution(name)["results"])
+    predicted = [item.why for item in items if item.what.startswith("predicted: ")]
+    assert len(predicted) == 6
+    assert all(why.endswith("compared when all else is answered") for why in predicted)
+
+
 def test_progress_is_kept_and_a_broken_file_is_named(tmp_path) -> None:
     progress = Progress(tmp_path)
     progress.checked("a", 2, 3)
