@@ -75,7 +75,7 @@ MARKERS = {
     "x": "X",
     "star": "*",
 }
-"""Plotly's names of the markers, with Matplotlib's."""
+"""Names of the markers, with Matplotlib's."""
 
 _CHANGES = frozenset(
     "Fusions RMSNorm apply_rope Attention FeedForward Block TinyLlama configure_optimizer".split()
