@@ -28,7 +28,7 @@ from workshop.errors import WorkshopError  # noqa: E402
 @dataclass
 class Options:
     results: list[Path] | None = option(
-        "folders with results (default: results/)", action="extend", nargs="+", metavar="DIR"
+        "with results; may be repeated (default: results/)", action="append", metavar="DIR"
     )
     port: int = option("0 for any that is free", 8050)
     no_browser: bool = option("open no browser, only print the address")

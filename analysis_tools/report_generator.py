@@ -30,7 +30,7 @@ PAGE, SHEET = ("report.html", "report.md"), ("my_results.html", "my_results.md")
 @dataclass
 class Options:
     results: list[Path] | None = option(
-        "folders with results (default: results/)", action="extend", nargs="+", metavar="DIR"
+        "with results; may be repeated (default: results/)", action="append", metavar="DIR"
     )
     output_dir: Path | None = option(
         f"for {' and '.join(PAGE)} (default: results/report/)", metavar="DIR"
