@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from workshop import errors, records, results, tables
 from workshop.arguments import count
-from workshop.errors import NotOnThisMachine
+from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge import studies
 from workshop.judge.studies import Plan
 from workshop.labs import LabRow, LabRun
@@ -58,6 +58,13 @@ def track(items: Sequence[T], what: str, *, quiet: bool = False) -> Iterable[T]:
 
     console = Console(stderr=True)
     return bar(items, what, console=console, disable=quiet or not console.is_terminal)
+
+
+def refuse(rules: Mapping[str, object]) -> None:
+    """Raises WorkshopError with the first sentence whose value is true: a rule that is broken."""
+    for sentence, broken in rules.items():
+        if broken:
+            raise WorkshopError(sentence)
 
 
 # --- networks ------------------------------------------------------------------------------------

@@ -377,8 +377,7 @@ TOGETHER = [
     (MACHINE, "--machine ../x", "--machine "),
     (STAGES, "7", "7"),
     (STAGES, "--show --output-dir empty", "empty"),
-    (KERNELS, "--device cpu --precision fp16", "precision fp16: the CPU does not have it"),
-    (KERNELS, "--device cuda:97", "device cuda:97"),
+    (KERNELS, "--op softmax", "--op: invalid choice: 'softmax'"),
     (INSPECT, "--target gfx942 gfx1100", "--target: invalid choice: 'gfx1100'"),
 ]
 """Programs, words that are right in themselves, and what the answer must say."""

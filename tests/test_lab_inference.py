@@ -522,7 +522,7 @@ def test_compile_context(text: str, context: dict[str, Any]) -> None:
         ("--compileContext {}", "goes with --compile"),
         ("--fp16 1 --precision bf16", "give one of them"),
         ("--ladder --mode training", "are for --mode inference"),
-        ("--ladder --channels-last", "variants of its own"),
+        ("--ladder --channels-last", "variants of their own"),
         ("--network all --precision bf16", "--precision: leave it out"),
         ("--network all --ladder", "one at a time"),
         ("--compare compile --kineto", "--kineto does not go with a study"),

@@ -9,10 +9,27 @@ from typing import Any
 import pytest
 import torch
 from stored_runs import lab_run
-from test_lab_scale_out import RUN, TESTS, Processes, one_line, processes, the_run  # noqa: F401
+from test_lab_scale_out import (  # noqa: F401
+    RUN,
+    TESTS,
+    Processes,
+    no_memory,
+    one_line,
+    processes,
+    the_run,
+)
 from torch.distributed import run as torchrun
 
-from labs.scale_out import collectives, documents, loop, measure, request, scaling, strategies
+from labs.scale_out import (
+    audit,
+    collectives,
+    documents,
+    loop,
+    measure,
+    request,
+    scaling,
+    strategies,
+)
 from workshop import errors, labs, records, tables
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
@@ -286,6 +303,8 @@ def test_the_study_measures_groups_beside_each_other(
     text = (tmp_path / "scaling.md").read_text()
     assert len(lines(text, "v2, ddp")) == 2 and len(lines(text, "16 MiB")) == 1
     more = ["--session", own[0].session, "--no-collectives"]
+    monkeypatch.setattr(audit, "train_reference", no_memory)
     assert measure.main([*words, *more, "--", *train]) == 0
     _, two = lines((tmp_path / "scaling.md").read_text(), "v2, ddp")
+    assert two[-1] == "not audited"
     assert "(one run)" not in two[5] and len(list(tmp_path.glob("runs/*"))) == 1

@@ -25,6 +25,7 @@ pytest.importorskip("transformers")
 
 import language_models
 
+from labs import shared
 from labs.text_generation import (
     documents,
     engines,
@@ -589,6 +590,19 @@ def test_a_study_draws_prompts_and_wants_a_time_for_each_token(
     assert run.step_ms == [1.0, 2.0, 3.0]
     with pytest.raises(Closed, match="7 times of 4 tokens"):
         plans[0].take_times(run, [[9.0, *[1.0] * 6]])
+
+
+def test_what_compiles_prepares_alone_and_what_failed_is_not_tried_again(monkeypatch) -> None:
+    turns: list[tuple[int, list[str]]] = []
+
+    def in_turns(plans: list[str], jobs: int) -> Iterator[LabRun]:
+        turns.append((jobs, plans))
+        return (lab_run(status="failed" if plan == "c" else "complete") for plan in plans)
+
+    monkeypatch.setattr(shared.studies, "in_turns", in_turns)
+    plan: Any = lambda case, repeat: case  # noqa: E731
+    list(shared.alternating("abcd", 2, plan, 4, lambda case, repeat: case == "b" and not repeat))
+    assert turns == [(4, ["a", "c", "d"]), (1, ["b"]), (4, ["d", "b", "a"]), (1, [])]
 
 
 @pytest.mark.slow

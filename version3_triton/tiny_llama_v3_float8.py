@@ -12,10 +12,11 @@ from triton_launch import autocast_dtype
 import torch
 import triton_float8 as kernels
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from workshop.errors import WorkshopError
 from workshop.run import float8
-from workshop.run.float8 import Float8Product, Formats
+from workshop.run.float8 import Formats
 
 Branch = tuple[Tensor, Tensor]
 """The result of a sub-layer, and the (1,) whose gradient is the amax of the result's."""
@@ -26,11 +27,12 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *more: Any) -> Branch:
-        return Float8Product.forward(ctx, x, *more), x.new_empty(1, dtype=torch.float32)
+        return float8.product_forward(ctx, x, *more), x.new_empty(1, dtype=torch.float32)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor, dy_amax: Tensor) -> tuple[Tensor | None, ...]:
-        return Float8Product.backward(ctx, dy, dy_amax)
+        return *float8.product_backward(ctx, dy, dy_amax), None, None, None, None
 
 
 class Float8Block(nn.Module):

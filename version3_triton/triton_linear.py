@@ -64,15 +64,9 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return kept.copy
 
 
-def keep_rounded(weight: Tensor, copy: Tensor | None = None) -> None:
-    """From now on `rounded` keeps this weight's copy: the caller renews it.
-
-    Args:
-        copy: what the weight is, rounded, if the caller has a place for it.
-    """
-    kept = _kept.setdefault(weight, _Kept())
-    if copy is not None:
-        kept.copy, kept.state = copy, state_of(weight)
+def keep_rounded(weight: Tensor) -> None:
+    """From now on `rounded` keeps this weight's copy: the caller renews it."""
+    _kept.setdefault(weight, _Kept())
 
 
 def rounded_copy(weight: Tensor) -> Tensor | None:

@@ -45,27 +45,29 @@ def add_options(parser: argparse._ActionsContainer, kind: type[Any]) -> None:
     """Adds a flag for each field of an options' class. The field's type is the value's: a list
     takes one or more, a bool is switched on by its flag, and a whole number, a float or a path is
     read as such."""
-    types_ = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         how = dict(field.metadata)
         flag = field.name if how.pop("positional", False) else f"--{field.name.replace('_', '-')}"
-        value_type, is_list = _value_type(types_[field.name])
-        default = how.get("default")
-        if value_type is bool and "action" not in how:
-            how |= {"action": "store_true", "default": False}
-        elif value_type is bool:
-            pass
+        value_type, is_list = _value_type(hints[field.name])
+        if value_type is bool:
+            how = {"action": "store_true"} | how | ({} if "action" in how else {"default": False})
         else:
-            if value_type is not str:
-                how.setdefault("type", value_type)
-            if is_list and "action" not in how:
-                how.setdefault("nargs", "+")
-            if value_type in (int, float) and "choices" not in how:
-                how.setdefault("metavar", "N" if value_type is int else "X")
-            if "default" not in how["help"] and default is not None:
+            how = _of_values(value_type, is_list) | how
+            if "action" in how:  # which takes the values one by one
+                how.pop("nargs", None)
+            if "default" not in how["help"] and (default := how.get("default")) not in (None, ""):
                 shown = " ".join(map(str, default)) if is_list else default
                 how["help"] += f" (default {shown})".replace("%", "%%")
         parser.add_argument(flag, **how)
+
+
+def _of_values(value_type: Any, is_list: bool) -> dict[str, Any]:
+    """A flag's settings that follow from the type of its values."""
+    how: dict[str, Any] = {"nargs": "+"} if is_list else {}
+    if value_type is not str:
+        how["type"] = value_type
+    return how | {int: {"metavar": "N"}, float: {"metavar": "X"}}.get(value_type, {})
 
 
 def _value_type(hint: Any) -> tuple[Any, bool]:

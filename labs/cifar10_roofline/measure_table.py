@@ -1,4 +1,4 @@
-"""Measures trainings beside each other: the usual ones and the fast one, by network and batch size.
+"""Compares trainings, the usual ones and the fast one, by network and batch size.
 
     python measure_table.py --jobs 9
     python measure_table.py --models resnet18 --batch-sizes 256 -- --epochs 1 --data ~/cifar10

@@ -115,14 +115,19 @@ def precision_of(arguments: argparse.Namespace, device: torch.device) -> Precisi
 def check(arguments: argparse.Namespace, device: torch.device) -> None:
     """Raises WorkshopError for numbers out of bounds, and flags that do not go together or can't
     run on this device."""
+    rules: dict[str, object] = {}
     for name, (low, high) in _BOUNDS.items():
-        value = getattr(arguments, name)
-        if value is not None and not low <= value <= high:
-            flag = name.replace("_", "-")
-            raise WorkshopError(f"--{flag} {value}: it must lie between {low:g} and {high:,}")
-    if arguments.cuda_graph and device.type != "cuda":
-        raise WorkshopError("--cuda-graph needs a GPU")
-    if arguments.workers and arguments.data_on_gpu:
-        raise WorkshopError("--workers and --data-on-gpu: the device prepares the batches itself")
-    if arguments.compile and (missing := missing_for_compile(device)):
-        raise WorkshopError(f"--compile needs {missing}; install it")
+        value, flag = getattr(arguments, name), name.replace("_", "-")
+        sentence = f"--{flag} {value}: it must lie between {low:g} and {high:,}"
+        rules[sentence] = value is not None and not low <= value <= high
+    missing = missing_for_compile(device) if arguments.compile else None
+    shared.refuse(
+        rules
+        | {
+            "--cuda-graph needs a GPU": arguments.cuda_graph and device.type != "cuda",
+            "--workers and --data-on-gpu: the device prepares the batches itself": (
+                arguments.workers and arguments.data_on_gpu
+            ),
+            f"--compile needs {missing}; install it": missing,
+        }
+    )

@@ -44,7 +44,7 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
     startup.watch_compilers(torch_compile=settings.compile)
 
     def too_large(asked: str) -> OutOfMemory:
-        return OutOfMemory(f"{name}: batch {size} does not fit in memory: {asked}; take a smaller")
+        return OutOfMemory(f"{name}: out of memory: {asked}; take a smaller batch than {size}")
 
     with trainer.memory_failure_as(too_large):
         images, source = open_images(settings, folder, arguments.open_ms)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from labs import shared
 from workshop.errors import WorkshopError
 from workshop.run import hardware
 
@@ -60,7 +61,7 @@ def find(arguments: argparse.Namespace) -> Group:
         group = Group(gpus=ids or tuple(range(torch.cuda.device_count())))
     else:
         group = Group(gpus=_own(ids, 0, 1))
-    faults = {
+    rules = {
         f"--rank {group.rank}: it must lie between 0 and --world-size": (
             not 0 <= group.rank < group.world_size
         ),
@@ -75,9 +76,7 @@ def find(arguments: argparse.Namespace) -> Group:
             arguments.batch_size < group.world_size
         ),
     }  # fmt: skip
-    for sentence, found in faults.items():
-        if found:
-            raise WorkshopError(sentence)
+    shared.refuse(rules)
     return group
 
 
@@ -85,15 +84,15 @@ def _device_ids(text: str | None) -> tuple[int, ...]:
     """The GPUs of `--device_ids 0,1`; raises WorkshopError for other text, a GPU that is there
     twice, and one that this machine does not have."""
     words = [word.strip() for word in (text or "").split(",") if word.strip()]
-    if not all(word.isdecimal() for word in words):
-        raise WorkshopError(f"--device_ids {text!r:.40}: give numbers of GPUs, as in 0,1")
-    ids = tuple(map(int, words))
-    if len(set(ids)) < len(ids):
-        raise WorkshopError(f"--device_ids {text:.40}: it has a GPU twice")
-    if ids and max(ids) >= (count := torch.cuda.device_count()):
-        raise WorkshopError(
-            f"--device_ids {text:.40}: PyTorch sees {count} GPUs on this machine, numbered from 0"
-        )
+    ids = tuple(int(word) if word.isdecimal() else -1 for word in words)
+    count = torch.cuda.device_count() if ids else 0
+    shared.refuse({
+        f"--device_ids {text!r:.40}: give numbers of GPUs, as in 0,1": -1 in ids,
+        f"--device_ids {text}: it has a GPU twice": len(set(ids)) < len(ids),
+        f"--device_ids {text}: PyTorch sees {count} GPUs on this machine, numbered from 0": (
+            ids and max(ids) >= count
+        ),
+    })  # fmt: skip
     return ids
 
 
@@ -109,14 +108,14 @@ def _own(ids: tuple[int, ...], place: int, processes: int) -> tuple[int, ...]:
 
 def device_of(group: Group, name: str) -> torch.device:
     """The process's own device: that of --device_ids, with `auto` the GPU of its local rank."""
-    if group.gpus and name not in ("auto", "cuda"):
-        raise WorkshopError(
-            f"--device {name}: --device_ids and --dataparallel have GPUs of their own; leave it out"
-        )
-    if group.world_size > 1 and re.fullmatch(r"cuda:\d+", name):
-        raise WorkshopError(
-            f"--device {name}: it is one GPU for {group.world_size} processes; give --device_ids"
-        )
+    shared.refuse({
+        f"--device {name}: --device_ids and --dataparallel have GPUs of their own; leave it out": (
+            group.gpus and name not in ("auto", "cuda")
+        ),
+        f"--device {name}: it is one GPU for {group.world_size} processes; give --device_ids": (
+            group.world_size > 1 and re.fullmatch(r"cuda:\d+", name)
+        ),
+    })  # fmt: skip
     if group.gpus:
         name = f"cuda:{group.gpus[0]}"
     elif group.world_size > 1 and torch.cuda.is_available() and name != "cpu":

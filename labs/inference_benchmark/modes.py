@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labs import shared
 from labs.inference_benchmark import rewriting
 from labs.inference_benchmark.networks import Network, logits
 from workshop.errors import WorkshopError
@@ -134,7 +135,7 @@ def check(variant: Variant, device: torch.device, *, training: bool) -> None:
     check_precision(variant.precision, device)
     compiled = variant.compile is not None
     missing = missing_for_compile(device) if compiled or variant.export else None
-    faults = {
+    rules = {
         f"--compile and --export need {missing}; install it": missing,
         "--export aoti compiles ahead of time: leave out --compile": compiled and variant.export,
         "--cuda-graph needs a GPU": variant.cuda_graph and device.type == "cpu",
@@ -145,9 +146,7 @@ def check(variant: Variant, device: torch.device, *, training: bool) -> None:
             training and (variant.fold or variant.fuse or variant.export or variant.cuda_graph)
         ),
     }
-    for sentence, found in faults.items():
-        if found:
-            raise WorkshopError(sentence)
+    shared.refuse(rules)
 
 
 def check_precision(name: str, device: torch.device) -> None:

@@ -38,19 +38,18 @@ class Profile:
         """The five longest kernels' share of the time of all, from 0 to 1."""
         return sum(kernel.total_ns for kernel in self.table.kernels[:5]) / self.table.total_ns
 
-    def share(self, *categories: str) -> float:
-        """The categories' share of the time of all kernels, from 0 to 1."""
-        of = self.table.category_ns()
-        return sum(of.get(name, 0.0) for name in categories) / self.table.total_ns
+    def share(self, category: str) -> float:
+        """The category's share of the time of all kernels, from 0 to 1."""
+        return self.table.category_ns().get(category, 0.0) / self.table.total_ns
 
     def launches(self) -> float:
         """Kernels (and copies) of an iteration; on a CPU operators."""
         return self.table.launches / (self.table.steps or 1)
 
-    def idle_share(self) -> float | None:
-        """The share of the time in which the GPU has nothing to do; None on a CPU."""
+    def idle_share(self) -> float:
+        """The share of the time in which the GPU has nothing to do; 0 on a CPU."""
         line = self.table.timeline
-        return line.idle_ns / line.span_ns if line else None
+        return line.idle_ns / line.span_ns if line else 0.0
 
 
 def is_of_peer(run: LabRun) -> bool:
@@ -99,7 +98,7 @@ def plain_runs(work: Work, **options: Any) -> list[LabRun]:
 
 
 def newest(runs: Sequence[LabRun], what: str, flags: str) -> LabRun:
-    """Raises Missing: there is none; `flags` are those of the program that make one."""
+    """Raises Missing without any; `flags` are those of the program that make one."""
     if not runs:
         raise Missing(f"no run {what} yet:", f"{PROGRAM} {flags}")
     return runs[0]
@@ -126,13 +125,13 @@ def memory_mb(run: LabRun, part: str) -> float:
     return float(run.memory_mb[part])
 
 
+def true_counts(run: LabRun) -> Counts:
+    """The counts of a run's network, from shapes alone."""
+    return _counts_of(text_option(run, "network"))
+
+
 @functools.cache
-def counts_of(name: str) -> Counts:
-    """The counts of a network by its name, from shapes alone."""
+def _counts_of(name: str) -> Counts:
     network = networks.get_network(name)
     with torch.device("meta"):
         return counts.count(network.build(), torch.empty(1, 3, network.edge, network.edge))
-
-
-def true_counts(run: LabRun) -> Counts:
-    return counts_of(text_option(run, "network"))

@@ -193,7 +193,7 @@ def check(arguments: argparse.Namespace) -> torch.device:
         networks.get_network(arguments.network)
     eager = variant.compile is None and not variant.cuda_graph and not variant.export
     training, studies = arguments.mode == "training", arguments.compare or arguments.ladder
-    rules = {
+    rules: dict[str, object] = {
         "--dataparallel runs in eager mode: use torchrun, a process a GPU": (
             arguments.dataparallel and not eager
         ),
@@ -207,27 +207,20 @@ def check(arguments: argparse.Namespace) -> torch.device:
             not 0 <= arguments.seed < 2**62
         ),
     }
-    _refuse([sentence for sentence, broken in rules.items() if broken])
-    _refuse(_not_several(arguments, group.world_size) if _is_several(arguments) else [])
+    if is_study(arguments) or arguments.profile_steps:
+        rules |= _of_several(arguments, group.world_size)
     if variant.peer:
-        _refuse(_not_of_a_peer(arguments, variant, group.world_size))
+        rules |= _of_a_peer(arguments, variant, group.world_size)
+    shared.refuse(rules)
+    if variant.peer:
         errors.require(variant.peer)
     device = groups.device_of(group, arguments.device)
     modes.check(variant, device, training=training)
     return device
 
 
-def _refuse(sentences: list[str]) -> None:
-    if sentences:
-        raise WorkshopError(sentences[0])
-
-
-def _is_several(arguments: argparse.Namespace) -> bool:
-    return is_study(arguments) or bool(arguments.profile_steps)
-
-
-def _not_several(arguments: argparse.Namespace, world_size: int) -> list[str]:
-    """What a study, or a profile, does not do."""
+def _of_several(arguments: argparse.Namespace, world_size: int) -> dict[str, object]:
+    """Rules of a study, or a profile."""
     studies = {
         "--network all": arguments.network == ALL,
         "--compare": arguments.compare,
@@ -245,26 +238,24 @@ def _not_several(arguments: argparse.Namespace, world_size: int) -> list[str]:
     }
     what = "a profiler" if arguments.profile_steps else "a study"
     refused = of_one_run | (studies if arguments.profile_steps else {})
-    found = [f"{flag} does not go with {what}: leave it out"
-             for flag, given in refused.items() if given]  # fmt: skip
     given = [study for study, asked in studies.items() if asked]
-    if len(given) > 1:
-        found.append(f"{' and '.join(given)}: one at a time")
-    if arguments.mode == "training" and (
-        arguments.ladder or arguments.network == ALL or arguments.compare == "peers"
-    ):
-        found.append("--network all, --ladder and --compare peers are for --mode inference")
-    own = ("precision", "compile", "channels_last", "fold_norms", "fuse_relus", "cuda_graph")
-    if arguments.ladder or arguments.network == ALL:
-        found += [
-            f"--{name.replace('_', '-')}: leave it out, {given[0]} has variants of its own"
-            for name in (*own, "export")
-            if getattr(arguments, name)
-        ]
-    return found
+    has_own = arguments.ladder or arguments.network == ALL
+    of_a_variant = "precision compile channels_last fold_norms fuse_relus cuda_graph export".split()
+    return {
+        **{f"{flag} does not go with {what}: leave it out": asked
+           for flag, asked in refused.items()},
+        f"{' and '.join(given)}: one at a time": len(given) > 1,
+        "--network all, --ladder and --compare peers are for --mode inference": (
+            arguments.mode == "training" and (has_own or arguments.compare == "peers")
+        ),
+        **{f"--{name.replace('_', '-')}: leave it out, --ladder and --network all have variants "
+           "of their own": has_own and getattr(arguments, name) for name in of_a_variant},
+    }  # fmt: skip
 
 
-def _not_of_a_peer(arguments: argparse.Namespace, variant: Variant, world_size: int) -> list[str]:
+def _of_a_peer(
+    arguments: argparse.Namespace, variant: Variant, world_size: int
+) -> dict[str, object]:
     refused = {
         "--mode training": arguments.mode == "training",
         "--fold-norms": variant.fold,
@@ -275,5 +266,4 @@ def _not_of_a_peer(arguments: argparse.Namespace, variant: Variant, world_size: 
         "several processes": world_size > 1,
     }
     given = ", ".join(name for name, value in refused.items() if value)
-    plain = f"--peer {variant.peer} is plain inference in one process: leave out {given}"
-    return [plain] if given else []
+    return {f"--peer {variant.peer} is plain inference in one process: leave out {given}": given}

@@ -129,7 +129,7 @@ def _compile_flags(arguments: argparse.Namespace) -> Flags:
 
 
 def _speed_flags(arguments: argparse.Namespace, without: str) -> Flags:
-    """The flags that hold for all variants: those given, but for the one that is compared."""
+    """The flags that hold for all variants: those given, without the one that is compared."""
     flags = {
         "precision": single_precision(arguments),
         "memory-format": ("--channels-last",) * arguments.channels_last,

@@ -136,7 +136,7 @@ class Check(turn.Check):
         course = dataclasses.replace(wire.to_course(shown), losses=self._losses)
         start, reference = time.perf_counter(), self._round.reference
         if reference is None:
-            run.audit.why = f"{NOT_AUDITED}: no memory for V1 in one process"
+            run.error = run.audit.why = f"{NOT_AUDITED}: no memory for V1 in one process"
         else:
             run.audit = audit.judge(course, reference, self._round.setting)
         run.audit.seconds = time.perf_counter() - start

@@ -75,6 +75,7 @@ def _prove_and_train(job: Job) -> int:
     training.train()
     _record_training(record, training)
     record.audit.why = _why_not_audited(job, start, settings)
+    record.error = record.audit.why or None
     trained = None if record.audit.why else audit.record(job, strategy)
     if arguments.trace and group.size > 1:
         record.metrics |= trace.record(training, group, arguments.trace)
@@ -106,10 +107,9 @@ def _add_audit(record: LabRun) -> None:
     """Prints the audit's verdict, and takes the run's status from it."""
     found = record.audit
     print("\n  ".join([f"audit: {summary(found)}", *found.failures]))
+    record.error = found.why if found.status == "not run" else None
     if found.status == "fail":
         record.status = "audit failed"
-    elif found.status == "not run":
-        record.error = found.why
 
 
 def _release_memory() -> None:

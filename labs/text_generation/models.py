@@ -117,19 +117,19 @@ def load(
         NotOnThisMachine: a package is missing.
     """
     folder, int8 = arguments.model_path, arguments.load_in_8bit
+    settings: dict[str, Any] = {"dtype": precision.autocast_dtype or torch.float32}
+    if arguments.device_map:
+        settings["device_map"] = _device_map(arguments.device_map)
+        settings["offload_folder"] = cleanup.enter_context(tempfile.TemporaryDirectory())
     if not (folder / "config.json").is_file():
         raise WorkshopError(
             f"--model_path {folder} is no model: it has no config.json. Models are read from this "
             "machine alone: download it first"
         )
     import_transformers(arguments)
-    from transformers import BitsAndBytesConfig
-
-    settings: dict[str, Any] = {"dtype": precision.autocast_dtype or torch.float32}
-    if arguments.device_map:
-        settings["device_map"] = _device_map(arguments.device_map)
-        settings["offload_folder"] = cleanup.enter_context(tempfile.TemporaryDirectory())
     if int8 and arguments.engine != "fast":
+        from transformers import BitsAndBytesConfig
+
         settings["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
         settings.setdefault("device_map", {"": device})
     with watched(device) as cost:

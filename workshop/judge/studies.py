@@ -149,6 +149,7 @@ class Candidate:
                 raise Closed("the process told what it measured before it was judged")
             run.gate, run.audit = judged.gate, judged.audit
             run.metrics |= judged.metrics
+            run.error = judged.error or run.error
             if run.refused:
                 run.status = "gate failed" if run.gate.status == "fail" else "audit failed"
         if any(spans):

@@ -6,7 +6,6 @@ tile's is dropped; so is one that does not fit the chip. Paste the printed
 entries into the tables (each file has its own), then run the tests and workshop.kernels.benchmark.
 """
 
-import argparse
 import contextlib
 import importlib
 import itertools
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from workshop import errors, versions
-from workshop.arguments import parse
+from workshop.arguments import option, run
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.run import hardware, presets
 from workshop.run.precision import get_precision
@@ -68,40 +67,41 @@ class Outcome:
     dropped: int
 
 
-def build_parser() -> argparse.ArgumentParser:
-    assert __doc__
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0],
-        epilog="Exit status: 0 done, 2 wrong usage, 77 no GPU or no Triton.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--config", default="medium", help=", ".join(presets.PRESETS))
-    parser.add_argument("--precision", default="auto", help="fp32, tf32, bf16, fp16 or auto")
-    parser.add_argument("--op", default="", help="only the tables with this in their name")
-    return parser
+@dataclass
+class Options:
+    """The command line."""
+
+    config: str = option(", ".join(presets.PRESETS), "medium")
+    precision: str = option("fp32, tf32, bf16, fp16 or auto", "auto")
+    op: str = option("only the tables with this in their name", "")
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse(build_parser(), argv)
-    return errors.exit_status(
-        lambda: _autotune(arguments), interrupted="interrupted: the tables are as they were"
+    assert __doc__
+    return run(
+        Options,
+        _autotune,
+        argv,
+        interrupted="interrupted: the tables are as they were",
+        description=__doc__.split("\n\n")[0],
+        epilog="Exit status: 0 done, 2 wrong usage, 77 no GPU or no Triton.",
     )
 
 
-def _autotune(arguments: argparse.Namespace) -> int:
-    preset = presets.get_preset(arguments.config)
+def _autotune(options: Options) -> int:
+    preset = presets.get_preset(options.config)
     if not torch.cuda.is_available():
         raise NotOnThisMachine("tiles are timed on a GPU, and there is none here")
     versions.load("v3")  # or this machine has no Triton
     import triton
 
     device = hardware.get_device("auto")
-    precision = get_precision(arguments.precision, device)
+    precision = get_precision(options.precision, device)
     precision.set_matmul_mode()
-    chosen = [job for job in jobs(preset, precision.dtype, device) if arguments.op in job.name]
+    chosen = [job for job in jobs(preset, precision.dtype, device) if options.op in job.name]
     if not chosen:
-        raise WorkshopError(f"--op {arguments.op}: no table has this in its name")
-    print(f"{arguments.config}, {precision.name}, {hardware.device_name(device)}")
+        raise WorkshopError(f"--op {options.op}: no table has this in its name")
+    print(f"{options.config}, {precision.name}, {hardware.device_name(device)}")
     for job in chosen:
         print(describe(tune(job, triton.testing.do_bench_cudagraph)))
     return errors.DONE

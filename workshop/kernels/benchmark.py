@@ -39,6 +39,8 @@ from workshop.run import hardware, interpreter
 from workshop.run.precision import get_precision
 
 DEFAULT_FOLDER = results.DEFAULT_FOLDER / "kernels"
+ROUNDS, QUICK_ROUNDS = 20, 5
+"""Timed turns of each implementation."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -57,9 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--drawn", type=count, metavar="N", help=what)
     what = "of the tensors; auto is bf16 on a GPU that has it, else fp32 (default auto)"
     add("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help=what)
-    add("--rounds", type=count, metavar="N", help="timed turns of each (default 20; quick: 5)")
     add("--seed", type=int, default=42, help="of the sizes that --drawn draws (default 42)")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
     what = "for the result file, with all samples (default: results/kernels of this checkout)"
     add("--output-dir", type=Path, default=DEFAULT_FOLDER, help=what)
     return parser
@@ -74,24 +74,32 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _benchmark(arguments: argparse.Namespace) -> int:
+    if not 0 <= arguments.seed < 2**63:
+        raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
     errors.require("rich")
     if reason := versions.missing(versions.get_version("v3")):
         raise NotOnThisMachine(reason)
     interpreted = interpreter.asked_for() or not torch.cuda.is_available()
-    setting = make_setting(arguments, interpreted)
+    if arguments.drawn and interpreted:
+        raise NotOnThisMachine("--drawn: these sizes take a GPU, and the kernels are interpreted")
+    device = hardware.get_device("cpu" if interpreted else "auto")
+    precision = get_precision(arguments.precision, device)
+    precision.set_matmul_mode()
+    setting = Setting(device, precision)
     results.prepare_folder(arguments.output_dir)
     if arguments.drawn:
         cases = draw_cases(arguments.op, arguments.drawn, arguments.seed)
     else:
         cases = make_cases(arguments.op, timed=not interpreted, quick=arguments.quick)
-    about = setting.device, setting.precision, KERNELS
-    first = lab_record.of_calls(*about, timed=not interpreted, seed=arguments.seed)
+    timed = not interpreted
+    first = lab_record.of_calls(device, precision, KERNELS, timed=timed, seed=arguments.seed)
     first.baseline = PLAIN
     if importlib.util.find_spec("liger_kernel") is not None:
         first.software["liger_kernel"] = importlib.metadata.version("liger-kernel")
     path = records.path_in(arguments.output_dir, first.session)
     measured: list[Row] = []
-    judge = Judge(setting, 0 if interpreted else arguments.rounds, first)
+    rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
+    judge = Judge(setting, rounds if timed else 0, first)
     interrupted = False
     try:
         for case in tables.tracked(cases, "operations"):
@@ -111,28 +119,6 @@ def _benchmark(arguments: argparse.Namespace) -> int:
         return errors.INTERRUPTED
     ours_failed = any(row.failed for row in measured if row.implementation == OURS)
     return errors.ANSWER_IS_NO if ours_failed else errors.DONE
-
-
-def make_setting(arguments: argparse.Namespace, interpreted: bool) -> Setting:
-    """Raises WorkshopError for a device, precision or seed that can't be."""
-    if arguments.rounds is None:
-        arguments.rounds = 5 if arguments.quick else 20
-    if arguments.drawn and interpreted:
-        raise NotOnThisMachine("--drawn: these sizes take a GPU, and the kernels are interpreted")
-    if not 0 <= arguments.seed < 2**63:
-        raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
-    name = "cpu" if interpreted and arguments.device == "auto" else arguments.device
-    device = hardware.get_device(name)
-    if not interpreted:
-        interpreter.check_device(versions.get_version("v3"), device)
-    if interpreted and device.type != "cpu":
-        raise WorkshopError(
-            f"--device {arguments.device}: {interpreter.VARIABLE} is set, so that the kernels run "
-            "on the CPU; unset it, or use --device cpu"
-        )
-    precision = get_precision(arguments.precision, device)
-    precision.set_matmul_mode()
-    return Setting(device, precision)
 
 
 if __name__ == "__main__":

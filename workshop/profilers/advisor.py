@@ -33,7 +33,7 @@ from workshop.profilers.metrics import (
 )
 from workshop.profilers.names import display_name, printable
 from workshop.profilers.table import Kernel, KernelTable, Loading
-from workshop.profilers.treatments import ONLY_PROFILE, is_unfused, treatment
+from workshop.profilers.treatments import treatment, unfused_update
 from workshop.results import RunResult
 from workshop.run import flops
 from workshop.run.interpreter import NOT_COMPARABLE
@@ -201,7 +201,7 @@ def _unfit(figures: Figures) -> Advice | None:
             "too-few",
             f"Calls in this profile: {figures.launches:,}, of {duration(figures.total_ns)} in all. "
             "They are too few to be a training step, or to say anything of one.",
-            ONLY_PROFILE,
+            "Profile whole training steps: --steps N of the run_* scripts.",
         )
     return None
 
@@ -518,7 +518,7 @@ def _materialised_attention(figures: Figures) -> Found | None:
 
 
 def _optimizer(figures: Figures) -> Found | None:
-    unfused = is_unfused(figures.table)
+    unfused = unfused_update(figures.table)
     ns, passes = time_of(unfused), ""
     if unfused and ns >= LEAST_SHARES["optimizer"] * figures.total_ns:
         passes = (

@@ -5,7 +5,7 @@ They come from files, so they may hold anything: terminal codes, a megabyte of C
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from workshop.errors import printable
 
@@ -80,21 +80,24 @@ def distinct_names(names: Sequence[str], width: int) -> list[str]:
 
 def _short(name: str) -> str:
     if _MANGLED.match(name):
-        return _short_of_mangled(name)
-    plain = _UNNAMED.sub("", name.removeprefix("void "))
-    if not _CALLABLE.match(plain):
-        return name
-    function, arguments = _split(plain)
-    if not function:
-        return name
-    for library in _LIBRARIES:
-        function = function.removeprefix(library)
-    words = _informative(match[0] for match in _IDENTIFIER.finditer(arguments))
-    return f"{function}<{', '.join(words)}>" if words else function
+        function, words = _split_mangled(name)
+    else:
+        plain = _UNNAMED.sub("", name.removeprefix("void "))
+        if not _CALLABLE.match(plain):
+            return name
+        function, arguments = _split(plain)
+        for library in _LIBRARIES:
+            function = function.removeprefix(library)
+        words = [match[0].rsplit("::", 1)[-1] for match in _IDENTIFIER.finditer(arguments)]
+    # The first few that say what the kernel computes.
+    told = [w for w in dict.fromkeys(words) if w not in _PLAIN and not _PLACEHOLDER.fullmatch(w)]
+    shown = f"{function}<{', '.join(told[:_MOST_WORDS])}>" if told else function
+    return shown if function else name
 
 
-def _short_of_mangled(name: str) -> str:
-    """As for C++ source, of a mangled name, _ZN2at6native13reduce_kernelILi512E..."""
+def _split_mangled(name: str) -> tuple[str, list[str]]:
+    """The function, and the identifiers among its template arguments, of a mangled name, as in
+    _ZN2at6native13reduce_kernelILi512E..."""
     identifiers: list[str] = []
     position = _MANGLED.match(name).end()  # type: ignore[union-attr]
     end_of_function = 0
@@ -105,12 +108,9 @@ def _short_of_mangled(name: str) -> str:
         if match["length"] and len(match["length"]) < 6:
             position += int(match["length"])
             identifiers.append(name[match.end() : position])
-    end_of_function = end_of_function or len(identifiers)
-    if not end_of_function:
-        return name
-    words = _informative(i for i in identifiers[end_of_function:] if not i.startswith("_GLOBAL__N"))
-    function = identifiers[end_of_function - 1]
-    return f"{function}<{', '.join(words)}>" if words else function
+    end = end_of_function or len(identifiers)
+    words = [word for word in identifiers[end:] if not word.startswith("_GLOBAL__N")]
+    return identifiers[end - 1] if end else "", words
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -134,15 +134,3 @@ def _split(name: str) -> tuple[str, str]:
         elif c == " " and depth == 0:  # what came before was the return type
             function, arguments, start = "", "", i + 1
     return function or name[start:], arguments
-
-
-def _informative(identifiers: Iterable[str]) -> list[str]:
-    """The first few among the names in template arguments that say what the kernel computes."""
-    words: list[str] = []
-    for identifier in identifiers:
-        word = identifier.rsplit("::", 1)[-1]
-        if word not in _PLAIN and word not in words and not _PLACEHOLDER.fullmatch(word):
-            words.append(word)
-            if len(words) == _MOST_WORDS:
-                break
-    return words

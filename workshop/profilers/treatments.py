@@ -8,7 +8,6 @@ from workshop.profilers.metrics import Figures, digits
 from workshop.profilers.table import Kernel, KernelTable
 from workshop.versions import VERSIONS
 
-ONLY_PROFILE = "Profile whole training steps: --steps N of the run_* scripts."
 FEWEST_PASSES = 3
 """Kernels of an update that goes operation by operation: SGD's is a single one as it is."""
 # The computation of these kernels is in their template arguments: they follow an I in a mangled
@@ -33,7 +32,7 @@ def treatment(figures: Figures, finding: str) -> str:
     return " ".join(filter(None, [text, *sentences]))
 
 
-def is_unfused(table: KernelTable) -> list[Kernel]:
+def unfused_update(table: KernelTable) -> list[Kernel]:
     """The kernels of an optimizer that goes operation by operation; none of another."""
     found = [k for k in table.kernels if _UNFUSED.search(k.name, 0, _LONGEST_NAME)]
     return found if len(found) >= FEWEST_PASSES else []
@@ -112,7 +111,7 @@ def _products(figures: Figures) -> str:
 
 
 def _update(figures: Figures) -> str:
-    if is_unfused(figures.table):
+    if unfused_update(figures.table):
         return f"AdamW(fused=True) makes a single pass: configure_optimizer of {_where('v2')}."
     return (
         "An update costs the same however many tokens it follows: a larger --batch-size makes "

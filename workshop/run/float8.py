@@ -134,38 +134,44 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
     return out if out.dtype == dtype else out.to(dtype)
 
 
-class Float8Product(torch.autograd.Function):
+def product_forward(
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor,
+    recipe: str,
+    types: Formats,
+    both_ways: BothWays = round_both_ways,
+    x_amax: Tensor | None = None,
+) -> Tensor:
     """x w', of x (N, I) in bf16 and w (O, I) in fp32; sizes are multiples of TILE."""
+    ctx.dtypes, by_row = (x.dtype, weight.dtype), recipe == ROWWISE
+    values, gradients = types
+    ctx.both_ways, ctx.rounding = both_ways, (gradients, by_row)
+    *qx, x_t, x_t_scale = both_ways(x, values, by_row, x_amax)
+    *qw, w_t, w_t_scale = both_ways(weight, values, by_row, None)
+    ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale)
+    return product(Scaled(*qx), Scaled(*qw), x.dtype, fast=True)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        recipe: str,
-        types: Formats,
-        both_ways: BothWays = round_both_ways,
-        x_amax: Tensor | None = None,
-    ) -> Tensor:
-        ctx.dtypes, by_row = (x.dtype, weight.dtype), recipe == ROWWISE
-        values, gradients = types
-        ctx.both_ways, ctx.rounding = both_ways, (gradients, by_row)
-        *qx, x_t, x_t_scale = both_ways(x, values, by_row, x_amax)
-        *qw, w_t, w_t_scale = both_ways(weight, values, by_row, None)
-        ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale)
-        return product(Scaled(*qx), Scaled(*qw), x.dtype, fast=True)
+
+def product_backward(ctx: Any, dy: Tensor, dy_amax: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the weight."""
+    x_t, x_t_scale, w_t, w_t_scale = ctx.saved_tensors
+    dtype, weight_dtype = ctx.dtypes
+    qdy, scale, dy_t, dy_t_scale = ctx.both_ways(dy, *ctx.rounding, dy_amax)
+    dx = product(Scaled(qdy, scale), Scaled(w_t, w_t_scale), dtype, fast=False)
+    dy_t, x_t = Scaled(dy_t, dy_t_scale), Scaled(x_t, x_t_scale)
+    return dx, product(dy_t, x_t, weight_dtype, fast=False)
+
+
+class Float8Product(torch.autograd.Function):
+    """`product_forward` with its gradients."""
+
+    forward = staticmethod(product_forward)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dy_amax: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x_t, x_t_scale, w_t, w_t_scale = ctx.saved_tensors
-        dtype, weight_dtype = ctx.dtypes
-        qdy, scale, dy_t, dy_t_scale = ctx.both_ways(dy, *ctx.rounding, dy_amax)
-        dx = product(Scaled(qdy, scale), Scaled(w_t, w_t_scale), dtype, fast=False)
-        dweight = product(
-            Scaled(dy_t, dy_t_scale), Scaled(x_t, x_t_scale), weight_dtype, fast=False
-        )
-        return dx, dweight, None, None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return *product_backward(ctx, dy, None), None, None, None, None
 
 
 def float8_linear(

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -56,23 +56,14 @@ def memory_bytes(device: torch.device) -> int | None:
         return None
 
 
-class _CgroupFiles(NamedTuple):
-    """Where a version of Linux's control groups keeps its figures of memory."""
-
-    controller: str
-    """As /proc/self/cgroup names it."""
-    tree: str
-    limit: str
-    usage: str
-    prefix: str
-    """In memory.stat, of sums over a group and all below it."""
-
-
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-_CGROUP_VERSIONS = (
-    _CgroupFiles("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    _CgroupFiles("", "", "memory.max", "memory.current", ""),
-)
+_CGROUP_VERSIONS = {
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    "": ("", "memory.max", "memory.current", ""),
+}
+"""By the controller's name in /proc/self/cgroup: the tree, the files of limit and usage, and the
+prefix in memory.stat of sums over a group and all below it. Versions 1 and 2 of Linux's control
+groups."""
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -95,26 +86,27 @@ def free_memory_bytes(device: torch.device) -> int | None:
     match = re.search(r"^MemAvailable:\s*(\d+) kB$", _read(_PROC / "meminfo"), re.MULTILINE)
     of_machine = int(match.group(1)) * 1024 if match else memory_bytes(device)
     found = [] if of_machine is None else [of_machine]
-    for folder, files in _cgroups():
-        limit, used = (_read(folder / name).strip() for name in (files.limit, files.usage))
+    for folder, limit_file, usage_file, prefix in _cgroups():
+        limit, used = (_read(folder / name).strip() for name in (limit_file, usage_file))
         if limit.isdigit() and used.isdigit():  # else "max", or not there
             # Its use includes cached files, which give way where memory is short.
-            pattern = rf"^{files.prefix}(?:in)?active_file (\d+)$"
+            pattern = rf"^{prefix}(?:in)?active_file (\d+)$"
             cached = re.findall(pattern, _read(folder / "memory.stat"), re.MULTILINE)
             found.append(max(0, int(limit) - int(used) + sum(map(int, cached))))
     return min(found, default=None)
 
 
-def _cgroups() -> Iterator[tuple[Path, _CgroupFiles]]:
-    """The control groups around this process, each in those above it."""
+def _cgroups() -> Iterator[tuple[Path, str, str, str]]:
+    """The control groups around this process, each in those above it; with the names of their files
+    as in _CGROUP_VERSIONS."""
     for line in _read(_PROC / "self" / "cgroup").splitlines():
         _, controllers, place = line.split(":", 2)
-        for files in _CGROUP_VERSIONS:
-            if files.controller in controllers.split(","):
-                own = PurePosixPath(place.lstrip("/"))
-                # A container may read its host's path there, but see only the tree from its own on.
-                for folder in (own, *own.parents):
-                    yield _CGROUPS / files.tree / folder, files
+        for controller in _CGROUP_VERSIONS.keys() & controllers.split(","):
+            tree, *files = _CGROUP_VERSIONS[controller]
+            own = PurePosixPath(place.lstrip("/"))
+            # A container may read its host's path there, but see only the tree from its own on.
+            for folder in (own, *own.parents):
+                yield _CGROUPS / tree / folder, files[0], files[1], files[2]
 
 
 def _read(path: Path) -> str:

@@ -9,6 +9,7 @@ Either page of ncu's CSV will do; --page raw has all digits. A table of all kern
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
@@ -19,7 +20,7 @@ if __name__ == "__main__":
     errors.begin()
 
 from workshop import results
-from workshop.arguments import parse
+from workshop.arguments import argument, option, run
 from workshop.errors import WorkshopError
 from workshop.profilers import ncu
 from workshop.profilers.names import display_name, printable
@@ -36,42 +37,43 @@ MOST_FLOPS = 1e21
 NAME_WIDTH = 60
 
 
-def build_parser() -> argparse.ArgumentParser:
-    assert __doc__
-    parser = argparse.ArgumentParser(
+@dataclass
+class Options:
+    """The command line."""
+
+    report: Path = argument("what ncu --import ... --csv printed", metavar="CSV")
+    label: str | None = option("of the run (default: the file's name)", metavar="TEXT")
+    out: Path | None = option("where the summary goes too (default: screen only)", metavar="FILE")
+    flops: float | None = option(
+        "operations of the model's layers in what was profiled, to compare with", metavar="N"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run(
+        Options,
+        _sum_up,
+        argv,
+        interrupted="interrupted",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit status: 0 done, 2 wrong usage or a report without the metrics.",
     )
-    add = parser.add_argument
-    add("report", type=Path, metavar="CSV", help="what ncu --import ... --csv printed")
-    add("--label", metavar="TEXT", help="of the run (default: the file's name)")
-    add(
-        "--out", type=Path, metavar="FILE", help="where the summary goes too (default: screen only)"
-    )
-    add("--flops", type=float, metavar="N",
-        help="operations of the model's layers in what was profiled, to compare with")  # fmt: skip
-    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse(build_parser(), argv)
-    return errors.exit_status(lambda: _sum_up(arguments), interrupted="interrupted")
-
-
-def _sum_up(arguments: argparse.Namespace) -> int:
-    if arguments.flops is not None and not 1 <= arguments.flops <= MOST_FLOPS:
-        raise WorkshopError(f"--flops {arguments.flops}: it must lie between 1 and {MOST_FLOPS:g}")
-    if arguments.out:
-        results.prepare_file(arguments.out, "--out")
-    report = ncu.read_counts(arguments.report)
+def _sum_up(options: Options) -> int:
+    if options.flops is not None and not 1 <= options.flops <= MOST_FLOPS:
+        raise WorkshopError(f"--flops {options.flops}: it must lie between 1 and {MOST_FLOPS:g}")
+    if options.out:
+        results.prepare_file(options.out, "--out")
+    report = ncu.read_counts(options.report)
     check(report)
-    label = printable(arguments.label or arguments.report.stem)
-    text = "\n".join(summary(report, label, arguments.flops)) + "\n"
+    label = printable(options.label or options.report.stem)
+    text = "\n".join(summary(report, label, options.flops)) + "\n"
     print(text, end="")
-    if arguments.out:
-        results.write_text(arguments.out, text)
-        print(f"Written: {arguments.out}")
+    if options.out:
+        results.write_text(options.out, text)
+        print(f"Written: {options.out}")
     return errors.DONE
 
 

@@ -10,6 +10,7 @@ the caches each kernel is a point at L1, L2 and memory. What follows is printed 
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
@@ -20,7 +21,7 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
     import_torch()
 
 from workshop import errors, results
-from workshop.arguments import parse
+from workshop.arguments import option, run
 from workshop.errors import WorkshopError
 from workshop.profilers.metrics import digits
 from workshop.profilers.names import printable
@@ -40,66 +41,68 @@ DESCRIBED = 12
 """Points, at most, that are described in words."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    assert __doc__
-    parser = argparse.ArgumentParser(
+@dataclass
+class Options:
+    """The command line."""
+
+    ai: float | None = option("FLOP per byte of memory traffic")
+    gflops: float | None = option("10^9 FLOP/s")
+    report: Path | None = option("instead of --ai and --gflops", metavar="PATH")
+    peak_compute: float | None = option("TFLOP/s at --precision")
+    peak_bw: float | None = option("GB/s of the memory")
+    peak_l2: float | None = option("GB/s of the L2 cache")
+    peak_l1: float | None = option("GB/s of the L1 cache")
+    precision: str | None = option(
+        "of --peak-compute (default: that of most operations, else fp32)",
+        choices=("fp32", "tf32", "bf16", "fp16"),
+    )
+    label: str | None = option(
+        "of the point, or of all kernels (default: the file's name)", metavar="TEXT"
+    )
+    out: Path = option("the picture, a PNG", Path("roofline.png"), metavar="FILE")
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run(
+        Options,
+        _plot,
+        argv,
+        interrupted="interrupted",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit status: 0 done, 2 wrong usage or no counters, 77 a package is missing.",
     )
-    add = parser.add_argument
-    add("--ai", type=float, metavar="X", help="FLOP per byte of memory traffic")
-    add("--gflops", type=float, metavar="X", help="10^9 FLOP/s")
-    add("--report", type=Path, metavar="PATH", help="instead of --ai and --gflops")
-    add("--peak-compute", type=float, metavar="X", help="TFLOP/s at --precision")
-    for level in ("bw", "l2", "l1"):
-        what = "memory" if level == "bw" else f"{level.upper()} cache"
-        add(f"--peak-{level}", type=float, metavar="X", help=f"GB/s of the {what}")
-    add("--precision", choices=("fp32", "tf32", "bf16", "fp16"),
-        help="of --peak-compute (default: that of most operations, else fp32)")  # fmt: skip
-    add(
-        "--label", metavar="TEXT", help="of the point, or of all kernels (default: the file's name)"
-    )
-    add("--out", type=Path, metavar="FILE", default=Path("roofline.png"),
-        help="the picture, a PNG (default: %(default)s)")  # fmt: skip
-    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse(build_parser(), argv)
-    return errors.exit_status(lambda: _plot(arguments), interrupted="interrupted")
-
-
-def _plot(arguments: argparse.Namespace) -> int:
-    roofline = _roofline(arguments)
+def _plot(options: Options) -> int:
+    roofline = _roofline(options)
     errors.require("matplotlib")
-    results.prepare_file(arguments.out, "--out")
+    results.prepare_file(options.out, "--out")
     main_point = roofline.points[0]
-    precision = arguments.precision or main_point.precision
-    caches = {"L2": arguments.peak_l2, "L1": arguments.peak_l1}
-    given = inputs.given_ceilings(arguments.peak_compute, arguments.peak_bw, precision, caches)
+    precision = options.precision or main_point.precision
+    caches = {"L2": options.peak_l2, "L1": options.peak_l1}
+    given = inputs.given_ceilings(options.peak_compute, options.peak_bw, precision, caches)
     ceilings.attach(roofline, given=given)
-    with results.atomic_path(arguments.out) as path:
+    with results.atomic_path(options.out) as path:
         roofline_chart.draw(roofline, path, labels=min(DESCRIBED, roofline_chart.MOST_DRAWN))
     for line in (*sentences(roofline, DESCRIBED), *ridge(roofline, main_point), *flags(roofline)):
         print(line)
     for note in roofline.notes:
         print(f"note: {note}")
-    print(f"Written: {arguments.out}")
+    print(f"Written: {options.out}")
     return errors.DONE
 
 
-def _roofline(arguments: argparse.Namespace) -> Roofline:
+def _roofline(options: Options) -> Roofline:
     """Raises WorkshopError: neither a report nor both numbers are given, or all of them."""
-    ai, gflops, report = arguments.ai, arguments.gflops, arguments.report
-    typed = [value for value in (ai, gflops) if value is not None]
-    if report is not None and not typed:
-        label = printable(arguments.label or report.stem)
-        return hierarchy.load(report, label, precision=arguments.precision)
-    if report is not None or len(typed) != 2:
+    ai, gflops, report = options.ai, options.gflops, options.report
+    if report is not None and ai is None and gflops is None:
+        label = printable(options.label or report.stem)
+        return hierarchy.load(report, label, precision=options.precision)
+    if report is not None or ai is None or gflops is None:
         raise WorkshopError("give --ai and --gflops, or --report alone (see --help)")
-    label = arguments.label or "point"
-    return inputs.from_numbers(ai, gflops, label, arguments.precision or "fp32")
+    label = options.label or "point"
+    return inputs.from_numbers(ai, gflops, label, options.precision or "fp32")
 
 
 def ridge(roofline: Roofline, point: Point) -> list[str]:

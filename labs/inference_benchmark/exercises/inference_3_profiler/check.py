@@ -22,14 +22,9 @@ def conv_calls(m: Profile) -> int:
     return sum(layer.kind.startswith("Conv") for layer in true_counts(m.run).layers)
 
 
-def idle(m: Profile) -> float:
-    """Share of the time in which the GPU waited; 0 on a CPU."""
-    return m.idle_share() or 0.0
-
-
 def products(m: Profile) -> float:
     """Their part of the whole time, in which the GPU also waits."""
-    return m.share("GEMM") * (1 - idle(m))
+    return m.share("GEMM") * (1 - m.idle_share())
 
 
 def measured(work: Work) -> Profile:
@@ -113,7 +108,8 @@ QUESTIONS: tuple[Question[Profile], ...] = (
         margin=0.3,
     ),
     Found(
-        "found.idle_percent", "the time in which the GPU waits", "%", lambda m: 100 * idle(m),
+        "found.idle_percent", "the time in which the GPU waits", "%",
+        lambda m: 100 * m.idle_share(),
         "The line `GPU busy A of B ms`: 1 - A / B; 0 without a GPU.", within=0.0, margin=1.0,
     ),
     Found(

@@ -34,7 +34,7 @@ class Measured:
 
     @property
     def idle_percent(self) -> float:
-        return 100 * (self.plain.idle_share() or 0.0)
+        return 100 * self.plain.idle_share()
 
 
 def check(work: Work) -> Iterator[Item]:
