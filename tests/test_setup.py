@@ -442,11 +442,11 @@ def test_of_two_at_once_the_second_waits(story) -> None:
     assert waiting.returncode == 0
 
 
-@pytest.mark.parametrize("lost", ["torch", "python", "PYTHONPATH"])
+@pytest.mark.parametrize("lost", ["torch", "PYTHONPATH"])
 def test_lost_module_is_named_and_nothing_is_installed_instead(lost, story, tmp_path) -> None:
     before = story.second.stamp.read_text()
     other = {"PYTHONPATH": str(make_torch(tmp_path, "1.13.0"))} if lost == "PYTHONPATH" else {}
-    path = {"torch": story.packages / "torch", "python": story.second.python}.get(lost, tmp_path)
+    path = story.packages / "torch"
     hidden = path.with_name("away")
     if not other:
         path.rename(hidden)
@@ -560,11 +560,7 @@ def test_wrong_arithmetic_is_a_finding_and_a_missing_triton_is_none(tmp_path) ->
 
 
 @pytest.mark.skipif(not no_rocm(), reason="this machine has ROCm")
-def test_rocm_script_skips_without_rocm_and_fails_on_half_of_it(tmp_path) -> None:
-    absent = validate("test_rocm_installation", "--json")
-    assert absent.returncode == 77
-    assert json.loads(absent.stdout)["exit_status"] == 77
-
+def test_rocm_script_fails_on_half_of_it(tmp_path) -> None:
     (tmp_path / ".info").mkdir()
     (tmp_path / ".info" / "version").write_text("7.2.0-43\n")
     make_program(tmp_path / "bin", "rocminfo", "echo 'Unable to open /dev/kfd' && exit 1")
