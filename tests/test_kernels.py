@@ -197,7 +197,7 @@ def test_every_kernel_waits_for_the_one_before() -> None:
         if parts:  # Gluon's: what is before them reads nothing
             assert "gdc_wait()" in body[: parts[0]], kernel.name
         else:
-            assert body[0] == "begin_early()", kernel.name
+            assert body[0] == "wait_for_previous()", kernel.name
 
 
 def test_a_target_outside_the_vocabulary_makes_the_loss_nan() -> None:

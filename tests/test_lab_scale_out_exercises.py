@@ -40,11 +40,16 @@ def test_the_empty_answers_of_the_first_fail_and_the_solution_passes() -> None:
     [
         ({"gradients_mb": 4.19}, "a number has four bytes"),
         ({"gradients_mb": 8.38}, "they are sent in fp32"),
+        ({"gbs": 0.44}, "all-reduce of 16.8 MB"),
+        ({"sending_ms": 16.8}, "Their bytes times"),
+        ({"alone_ms": 146}, "of your newest such run"),
         ({"pair_ms": 85.1}, "of your newest such run"),
         ({"percent": 117}, "that is the speed-up"),
         ({"not_hidden_percent": 100}, "divided by that step plus the time of sending"),
         ({"parts_percent": 58.5}, "Of the two runs with --accumulate 8"),
+        ({"eight": "1"}, "with two"),
         ({"eight": "8"}, "sends parts"),
+        ({"remedy": "buckets"}, "the same number of bytes"),
         ({"remedy": "processes"}, "each of them sends all"),
     ],
 )
@@ -184,9 +189,13 @@ def test_a_wrong_correction_is_red_where_it_shows(fault: str, tmp_path: Path) ->
     ("answer", "says"),
     [
         ({"first": "barrier"}, "run_group.py shows it"),
+        ({"second": "all_reduce"}, "run_group.py shows it"),
+        ({"why": "slow"}, "it gets there"),
         ({"why": "order"}, "in the same order"),
         ({"evenly": "wrong"}, "compare two means"),
         ({"percent": 50}, "of both"),
+        ({"percent": 20}, "what it should count"),
+        ({"percent": 17}, "1.47 times too low"),
     ],
 )
 def test_a_wrong_answer_is_the_one_that_is_red(

@@ -32,12 +32,18 @@ FLOOR, PADDING = "text_1_floor", "text_2_padding"
     ("answer", "says"),
     [
         ({"wide_ms": 41.7}, "the median, of your newest"),
+        ({"deep_ms": 0.7}, "the median, of your newest"),
+        ({"long_ms": 22.0}, "the median, of your newest"),
         ({"static_ms": 47.1}, "the median, of your newest"),
         ({"cache_percent": 39}, "the cache over the sum"),
         ({"copied_mb": 135}, "the reading alone"),
+        ({"copied_mb": 440}, "as much is written"),
         ({"layer_ms": 0.193}, "less the time that its bytes take"),
         ({"int8": "deep"}, "a small part of its time"),
+        ({"int8": "long"}, "the smaller part"),
         ({"kv_heads": "wide"}, "the prompt is short"),
+        ({"kv_heads": "deep"}, "a small part of its time"),
+        ({"graph": "wide"}, "take long each"),
         ({"graph": "long"}, "most of its time is reading"),
     ],
 )
@@ -178,8 +184,11 @@ def test_the_untouched_program_and_answers_are_red() -> None:
         ({"right": 3}, "with the starter's code"),
         ({"first": 1}, "The smallest number"),
         ({"call": "prompts"}, "and is right"),
+        ({"fault": "side"}, "in the last column"),
         ({"fault": "mask"}, "grows by a 1"),
         ({"shifted": "gpt2"}, "a vector for each position"),
+        ({"shifted": "both"}, "what does GPT-2 do"),
+        ({"shifted": "neither"}, "what does a Llama do"),
     ],
 )
 def test_a_wrong_diagnosis_is_the_one_that_is_red(

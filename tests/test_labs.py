@@ -106,6 +106,14 @@ def test_the_subjects_of_one_session_are_one_table() -> None:
     assert table.notes[0].startswith("alexnet: fp16, wrong: gate failed")
 
 
+def test_a_rate_that_no_chip_has_is_named_once() -> None:
+    run = lab_run("odd", 1.0, flops_per_step=1e15, peak_tflops=60.0)
+    run.plausibility = labs.implausible(run)
+    table = lab_table.lab_table(labs.build_rows([run]))
+    sentence = "1,000,000 TFLOP/s, more than the data sheet's 60"
+    assert f"IMPLAUSIBLE: odd: {sentence}" in table.notes
+
+
 def test_the_table_has_each_number_once_and_all_forms() -> None:
     rows = labs.build_rows(
         [*lab_session(), lab_run("odd", 10.05, created="3", plausibility=["too fast"])]

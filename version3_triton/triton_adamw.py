@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from triton_launch import INTERPRETED, begin_early, launch_options
+from triton_launch import INTERPRETED, launch_options, wait_for_previous
 
 import torch
 import triton
@@ -53,7 +53,7 @@ def _adamw_step_kernel(
     """One parameter: counts its step, unless it is to be skipped, and computes what is the same for
     all of its numbers: keep = 1 - lr decay, rate = lr / (1 - beta1^step), 1 / sqrt(1 - beta2^step),
     and what undoes the loss scale; keep < 0 marks a step to skip."""
-    begin_early()
+    wait_for_previous()
     owner = tl.program_id(0)
     step_ptr = _at(addresses, owner * _POINTERS + 4, tl.float32, 4)
     skip = False
@@ -82,7 +82,7 @@ def _adamw_kernel(
     LOW: tl.constexpr, ALIGNMENT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A chunk of one parameter: `owners` and `starts` say which."""
-    begin_early()
+    wait_for_previous()
     owner = tl.load(owners + tl.program_id(0))
     factors = factors_ptr + owner * _FACTORS
     keep = tl.load(factors)

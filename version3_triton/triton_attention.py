@@ -20,7 +20,6 @@ from triton_launch import (
     INTERPRETED,
     architecture,
     autocast_dtype,
-    begin_early,
     check,
     check_dtypes,
     check_shape,
@@ -32,6 +31,7 @@ from triton_launch import (
     new_heads,
     operator,
     tuned,
+    wait_for_previous,
 )
 
 import torch
@@ -98,7 +98,7 @@ def _attention_forward_kernel(
     PRECISION: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head against all the keys that it sees."""
-    begin_early()
+    wait_for_previous()
     bh = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     b, h = bh // H, bh % H
     # The last queries see the most keys: they start first (`grid_order`).
@@ -175,7 +175,7 @@ def _attention_backward_dq_kernel(
 ):  # fmt: skip
     """One tile of queries of one head against all the keys that it sees, for dq; and for the other
     kernel delta = sum over D of out * dout, which the softmax's backward subtracts."""
-    begin_early()
+    wait_for_previous()
     bh = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     b, h = bh // H, bh % H
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # as in the forward pass
@@ -259,7 +259,7 @@ def _attention_backward_dk_dv_kernel(
 ):  # fmt: skip
     """One tile of keys and values against all the queries that see it, of all heads in its
     group."""
-    begin_early()
+    wait_for_previous()
     K = H // G
     bkv = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     b, kv = bkv // K, bkv % K

@@ -222,7 +222,7 @@ def _hopper_attention_forward_kernel(
     full = barriers(STAGES, 1)
     free = barriers(STAGES, CONSUMERS)
     fence_async_shared()
-    gdc_wait()  # as `begin_early`
+    gdc_wait()  # as `wait_for_previous`
     gdc_launch_dependents()
     # The first is run by the warps that are here already. Registers are given out by group of four.
     if CONSUMERS == 1:

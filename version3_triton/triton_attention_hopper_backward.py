@@ -7,7 +7,7 @@ round them.
 Shapes in the comments: as in `triton_attention`.
 """
 
-from triton_launch import begin_early, cdiv, grid_order, launch_options
+from triton_launch import cdiv, grid_order, launch_options, wait_for_previous
 
 import torch
 import triton
@@ -66,7 +66,7 @@ def _hopper_attention_prepare_kernel(
 ):  # fmt: skip
     """For 64 queries: their log-sum-exps and deltas (see `triton_attention`) side by side, as the
     copy engine will read them, infinity and zero beyond T; and zeros where dq will be added up."""
-    begin_early()
+    wait_for_previous()
     block, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
     rows, d = tl.arange(0, ROWS), tl.arange(0, D)[None, :]
@@ -93,7 +93,7 @@ def _hopper_attention_finish_kernel(
 ):  # fmt: skip
     """A gradient from its fp32 sums, which lie row by row or as `_fragments` says; of heads that
     RoPE has turned, turned back."""
-    begin_early()
+    wait_for_previous()
     block, bh = tl.program_id(0), tl.program_id(1)
     m, d = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
     offsets = _fragments_in_triton(m, d, DOWN, ACROSS, D) if FRAGMENTS else m * D + d

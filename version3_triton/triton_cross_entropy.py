@@ -6,7 +6,6 @@ Shapes in the comments:
 
 from triton_launch import (
     autocast_dtype,
-    begin_early,
     cdiv,
     check,
     check_indices,
@@ -16,6 +15,7 @@ from triton_launch import (
     next_power_of_2,
     operator,
     tuned,
+    wait_for_previous,
 )
 
 import torch
@@ -45,7 +45,7 @@ def _cross_entropy_kernel(
     The first walk over a row carries the running maximum and sum of the softmax, the second one
     writes. In between, the row is in the cache.
     """
-    begin_early()
+    wait_for_previous()
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     v = tl.arange(0, BLOCK_V)[None, :]
     existing = tl.minimum(r, R - 1)  # beyond the last token it is read again, and not written

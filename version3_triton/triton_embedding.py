@@ -6,7 +6,6 @@ Shapes in the comments:
 
 from triton_launch import (
     as_rows,
-    begin_early,
     cdiv,
     check,
     check_indices,
@@ -14,6 +13,7 @@ from triton_launch import (
     launch_options,
     next_power_of_2,
     operator,
+    wait_for_previous,
 )
 
 import torch
@@ -29,7 +29,7 @@ def _embedding_backward_kernel(
     dy_ptr, tokens_ptr, dweight_ptr, stride_dy, C, BLOCK_C: tl.constexpr
 ):
     """Adds a piece of a token's row to the token's own; others may add theirs at the same time."""
-    begin_early()
+    wait_for_previous()
     n = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     dy = tl.load(dy_ptr + n * stride_dy + c, mask=c < C).to(tl.float32)

@@ -16,7 +16,7 @@ Shapes in the comments:
     R rows   C columns
 """
 
-from triton_launch import as_rows, begin_early, cdiv, first_order, launch_options, operator
+from triton_launch import as_rows, cdiv, first_order, launch_options, operator, wait_for_previous
 
 import torch
 import triton
@@ -76,7 +76,7 @@ def _raise_amax(amax_ptr, absolute):
 def _float8_amax_kernel(x_ptr, row_ptr, column_ptr, stride_x, R, C, BY_ROW: tl.constexpr,
                         BLOCK: tl.constexpr):  # fmt: skip
     """The amax of each row and column, or of the matrix."""
-    begin_early()
+    wait_for_previous()
     x, r, c, _ = _tile(x_ptr, stride_x, R, C, BLOCK)
     absolute = _absolute(x)
     if BY_ROW:
@@ -92,7 +92,7 @@ def _float8_round_kernel(
     stride_x, R, C, LARGEST: tl.constexpr, BY_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x over its scale, in fp8, as (R, C) and as (C, R), and the scales. LARGEST: the format's."""
-    begin_early()
+    wait_for_previous()
     x, r, c, inside = _tile(x_ptr, stride_x, R, C, BLOCK)
     type_: tl.constexpr = values_ptr.dtype.element_ty
     step: tl.constexpr = 1 if BY_ROW else 0
@@ -122,7 +122,7 @@ def _float8_rms_norm_forward_kernel(
     x_ptr, branch_ptr, weight_ptr, y_ptr, stream_ptr, rstd_ptr, amax_ptr, stride_x, stride_branch,
     rows, C, eps, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    begin_early()
+    wait_for_previous()
     c = tl.arange(0, BLOCK_C)
     weight = tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     for group in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
@@ -140,7 +140,7 @@ def _float8_rms_norm_backward_kernel(
     ADD: tl.constexpr, BRANCH: tl.constexpr, STAGES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    begin_early()
+    wait_for_previous()
     c = tl.arange(0, BLOCK_C)
     weight = tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     dw = tl.zeros((BLOCK_C,), tl.float32)
@@ -161,7 +161,7 @@ def _float8_swiglu_forward_kernel(
     gate_ptr, up_ptr, y_ptr, amax_ptr, stride_gate, stride_up, R, F,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    begin_early()
+    wait_for_previous()
     y = swiglu_tile(gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, R, F, ROWS, BLOCK)
     _raise_amax(amax_ptr, _absolute(y))
 
@@ -172,7 +172,7 @@ def _float8_swiglu_backward_kernel(
     stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, R, F,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    begin_early()
+    wait_for_previous()
     dgate, dup = swiglu_tile_backward(
         dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dy_ptr,
         stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, R, F, False, ROWS, BLOCK,

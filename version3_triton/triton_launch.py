@@ -218,7 +218,7 @@ EARLY = tl.constexpr(cuda_capability_geq is not None and not INTERPRETED)
 
 
 @triton.jit
-def begin_early() -> None:
+def wait_for_previous() -> None:
     """The first line of every kernel: waits until the kernel before has ended and its results can
     be read, and lets the next one be launched."""
     if EARLY:  # noqa: SIM102, since Triton evaluates both sides of an `and`

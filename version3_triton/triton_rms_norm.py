@@ -10,7 +10,6 @@ from typing import Any
 from triton_launch import (
     as_rows,
     autocast_dtype,
-    begin_early,
     cdiv,
     check,
     check_shape,
@@ -21,6 +20,7 @@ from triton_launch import (
     operator,
     shared_memory,
     tuned,
+    wait_for_previous,
 )
 
 import torch
@@ -51,7 +51,7 @@ def norm_rows(
         )
         stream = (x + branch.to(tl.float32)).to(stream_ptr.dtype.element_ty)
         tl.store(stream_ptr + out, stream, mask=inside)
-        x = stream.to(tl.float32)  # as rounded: the backward pass will see no other
+        x = stream.to(tl.float32)  # the rounded sum, which the backward pass reloads
     rstd = tl.rsqrt(tl.sum(x * x, 1) / C + eps)
     tl.store(rstd_ptr + r, rstd, mask=r < rows)
     y = (x * rstd[:, None] * weight[None, :]).to(y_ptr.dtype.element_ty)
@@ -64,8 +64,9 @@ def _rms_norm_forward_kernel(
     x_ptr, branch_ptr, weight_ptr, y_ptr, stream_ptr, rstd_ptr, stride_x, stride_branch,
     rows, C, eps, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes every P-th group of ROWS rows, and keeps the weight in registers."""
-    begin_early()
+    """Each program takes every P-th group of ROWS rows (one group where P programs cover all), and
+    keeps the weight in registers."""
+    wait_for_previous()
     c = tl.arange(0, BLOCK_C)
     weight = tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     for group in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
@@ -95,7 +96,7 @@ def norm_rows_backward(
     dw += tl.sum(dy * normed, 0)
     g = dy * weight[None, :]
     dx = rstd[:, None] * (g - normed * (tl.sum(g * normed, 1) / C)[:, None])
-    if ADD:  # the sum's other reader, further down the residual stream
+    if ADD:  # the gradient that arrives along the residual stream
         dstream = tl.load(
             dstream_ptr + r[:, None] * stride_dstream + c[None, :], mask=inside, other=0.0
         )
@@ -116,9 +117,9 @@ def _rms_norm_backward_kernel(
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """dw sums over all rows: each program over its own, into its own row of partial_dw (P, C).
-    While it works on some rows, those of its next STAGES - 1 turns are on their way to shared
-    memory."""
-    begin_early()
+    While it works on some rows, those of its next STAGES - 1 iterations are on their way to
+    shared memory."""
+    wait_for_previous()
     c = tl.arange(0, BLOCK_C)
     weight = tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     dw = tl.zeros((BLOCK_C,), tl.float32)
@@ -137,7 +138,7 @@ def _rms_norm_sum_kernel(
 ):  # fmt: skip
     """A few columns of partial (P, C), summed over all of its rows, which lie in the L2 cache:
     ROWS of them are on their way at once."""
-    begin_early()
+    wait_for_previous()
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, P, ROWS):
@@ -158,7 +159,7 @@ class Block:
         elements: of the rows that it holds: ROWS = elements / C, at least one.
         elements_per_thread: sets the warps.
         programs: per multiprocessor, each of which walks over rows; None: one for each ROWS.
-        staged: whether loads go through shared memory, some turns ahead.
+        staged: whether loads go through shared memory, some iterations ahead.
     """
 
     elements: int
@@ -216,7 +217,7 @@ def _backward_launch(
     rows: int, C: int, itemsize: int, device: torch.device
 ) -> tuple[int, dict[str, int]]:
     """As `_launch`, with STAGES: 3, or 4 where that puts little on its way; 1 where a program has
-    one turn, or where shared memory is too small.
+    one iteration, or where shared memory is too small.
 
     Args:
         itemsize: bytes of all tensors that are read, per element.
@@ -225,7 +226,7 @@ def _backward_launch(
     programs, constants = _launch(block, rows, C, device)
     stages = 1
     if block.staged and block.programs is not None and rows > programs * constants["ROWS"]:
-        column = block.programs * constants["ROWS"] * itemsize  # bytes of one turn
+        column = block.programs * constants["ROWS"] * itemsize  # bytes of one iteration, per column
         if 3 * column * C <= IN_FLIGHT:
             stages = 4
         elif 2 * column * constants["BLOCK_C"] < 0.9 * shared_memory():  # the compiler takes some
@@ -240,7 +241,7 @@ def launch_forward(
     kernel: Any, stream: Tensor, branch: Tensor | None, weight: Tensor, eps: float,
     dtype: torch.dtype, *more: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The normed rows, the sum that they are of (without a branch another name of them), and
+    """The normed rows, the residual sum (without a branch: the normed rows again), and
     1 / sqrt(mean(sum^2) + eps) of each row, (R,).
 
     Args:

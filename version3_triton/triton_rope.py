@@ -5,7 +5,6 @@ Shapes in the comments:
 """
 
 from triton_launch import (
-    begin_early,
     cdiv,
     check,
     check_dtypes,
@@ -16,6 +15,7 @@ from triton_launch import (
     next_power_of_2,
     operator,
     tuned,
+    wait_for_previous,
 )
 
 import torch
@@ -105,7 +105,7 @@ def _rope_kernel(
 ):  # fmt: skip
     """A tile of tokens of BLOCK_H heads, which share its angles. The heads are those of q, then
     those of k. A program writes what it alone has read: an output may be its input."""
-    begin_early()
+    wait_for_previous()
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
     b = tl.program_id(2)

@@ -8,7 +8,6 @@ Shapes in the comments:
 from triton_launch import (
     as_rows,
     autocast_dtype,
-    begin_early,
     cdiv,
     check,
     check_dtypes,
@@ -18,6 +17,7 @@ from triton_launch import (
     next_power_of_2,
     operator,
     tuned,
+    wait_for_previous,
 )
 
 import torch
@@ -55,7 +55,7 @@ def swiglu_tile(
 def _swiglu_forward_kernel(
     gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, R, F, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    begin_early()
+    wait_for_previous()
     swiglu_tile(gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, R, F, ROWS, BLOCK)
 
 
@@ -91,7 +91,7 @@ def _swiglu_backward_kernel(
     stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, R, F,
     AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    begin_early()
+    wait_for_previous()
     swiglu_tile_backward(
         dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr,
         stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, R, F, AGAIN, ROWS, BLOCK,

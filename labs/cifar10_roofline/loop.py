@@ -365,7 +365,7 @@ def _summary(ready: Run, path: Path) -> None:
             f"{tflops:.2f} TFLOP/s, data loading included"
         )
         for sentence in record.plausibility:
-            print(sentence)
+            print(f"IMPLAUSIBLE: {sentence}")
     print(f"test accuracy {record.metrics['test_accuracy']:.2%} on {ready.dataset.name}, "
           f"best {ready.best_accuracy:.2%}; {record.setup_s['training']:.1f} s")  # fmt: skip
     print(f"Written: {path}, and to {ready.arguments.out_dir}: {ready.path('*').name}")

@@ -84,7 +84,8 @@ def summary(say: Say, bench: Bench, group: Group) -> None:
     lines += ["", *_gate(run)]
     if run.gate.status == "pass":
         lines += ["", *_speed(run, group), "", *_memory(run), "", *_work(run)]
-    for line in (*lines, *run.plausibility, RULE):
+    lines += [f"IMPLAUSIBLE: {sentence}" for sentence in run.plausibility]
+    for line in (*lines, RULE):
         say(line)
 
 

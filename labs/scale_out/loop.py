@@ -355,4 +355,4 @@ def _print_summary(record: LabRun) -> None:
         ("verdict", VERDICTS[check.status]),
     ])  # fmt: skip
     for sentence in record.plausibility:
-        print(f"  {sentence}")
+        print(f"  IMPLAUSIBLE: {sentence}")

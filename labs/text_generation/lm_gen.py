@@ -439,11 +439,11 @@ def _add_floor(record: LabRun, read: float, device: torch.device, copy_gbs: floa
     rate, most = float(record.metrics["prefill_tflops"] or 0), record.peak_tflops
     if sheet and record.step_ms and (ms := median(record.step_ms)) < floor:
         record.plausibility.append(
-            f"IMPLAUSIBLE: {ms:.3f} ms a token; to read what it needs takes {floor:.3f} ms"
+            f"{ms:.3f} ms a token; to read what it needs takes {floor:.3f} ms"
         )
     if sheet and most and rate > most * record.processes:
         record.plausibility.append(
-            f"IMPLAUSIBLE: {rate:,.0f} TFLOP/s in the prompts' pass, of {most:,.0f} there are"
+            f"{rate:,.0f} TFLOP/s in the prompts' pass, of {most:,.0f} there are"
         )
 
 
@@ -502,7 +502,7 @@ def summary(job: Job) -> list[str]:
             f"{m['floor_ms']:.3f} ms: this is {ms / m['floor_ms']:.1f} times that, "
             f"{read_mb / ms:,.1f} GB/s"
         )
-    return [*lines, *record.plausibility]
+    return [*lines, *(f"IMPLAUSIBLE: {sentence}" for sentence in record.plausibility)]
 
 
 if __name__ == "__main__":

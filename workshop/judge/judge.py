@@ -27,7 +27,7 @@ SHARE, FIXED_MS = 0.05, 10.0
 """By how much a candidate's step times may differ from the judge's clock, which also counts how the
 batches reach it and how the fingerprint comes back: measured as docs/trust.md has it."""
 UNEVEN = 1.25
-"""The judge's time over that of as many steps of the candidate's median, which the row shows.
+"""The largest ratio of the judge's time to (steps x the candidate's median step).
 On an H200, of 500 runs, their mean is at most 1.20 times their median, with FIXED_MS taken off."""
 IMPOSSIBLE = 3.0
 """Times the measured peak, at which no step can run."""
