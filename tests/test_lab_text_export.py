@@ -149,7 +149,7 @@ def test_ctrl_c_saves_what_is_trained(tmp_path) -> None:
         ("--minutes 0", "--minutes 0.0: it must"),
         ("--learning-rate 0", "--learning-rate 0.0: it must"),
         ("--config huge", "unknown preset 'huge'"),
-        ("--text-file {tmp}/none", "--text-file {tmp}/none does not exist"),
+        ("--text-file {tmp}/none", "--text-file {tmp}/none can't be read"),
         ("--data {tmp}/short", "short has 3 bytes, fewer than a sequence"),
         ("--output-dir {tmp}", "--output-dir {tmp} has other content: name a new folder"),
         ("--output-dir {tmp}/short/model", "output folder {tmp}/short can't be written"),

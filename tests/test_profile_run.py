@@ -331,7 +331,7 @@ def test_ctrl_c_says_that_the_folder_is_not_complete(tmp_path: Path) -> None:
         ("--output x", "use --output-dir of this script"),
         ("--profile-steps 5", "use --steps of this script"),
         ("--num-steps 5", "use --steps of this script"),
-        ("--no-gate", "leave it out"),
+        ("--no-gate", "have no effect"),
     ],
 )
 def test_flags_of_the_model_that_would_be_ignored_are_refused(flags: str, instead: str) -> None:
