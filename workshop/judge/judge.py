@@ -191,15 +191,15 @@ class Candidate:
     # --- the verdict ---
 
     @property
-    def leads(self) -> bool:
+    def is_reference(self) -> bool:
         """Whether its run is V1's, which others of its round are compared with."""
         return self.course is not None and not self.plan.again and is_v1(self.plan, self.result)
 
     @property
-    def waits(self) -> bool:
+    def awaits_reference(self) -> bool:
         """Whether V1's run on its batches is yet to come."""
         missing = self.course is not None and self.case.reference(self.round) is None
-        return missing and not self.leads and not self.plan.interpreted
+        return missing and not self.is_reference and not self.plan.interpreted
 
     def judge(self) -> None:
         """Compares the timed run with V1's, and its times with what is possible."""
@@ -248,8 +248,8 @@ class Candidate:
     def verdict(self) -> str:
         """The audit's, in a line, with what it found."""
         found = self.result.audit
-        waits = found.status == "not run" and self.waits
-        summary = "when V1 has trained these batches" if waits else audit.summary(found)
+        later = found.status == "not run" and self.awaits_reference
+        summary = "when V1 has trained these batches" if later else audit.summary(found)
         return "\n  ".join([f"audit: {summary}", *found.failures])
 
 
