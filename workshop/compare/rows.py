@@ -5,7 +5,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from workshop.results import FAIL, NOT_AUDITED, PASS, PHASE_TIMES, RunResult, model_sizes
+from workshop.results import (
+    NOT_AUDITED,
+    PHASE_TIMES,
+    SKIPPED,
+    RunResult,
+    model_sizes,
+    verdict,
+    worst_status,
+)
 from workshop.run import flops, presets, timing
 from workshop.run.interpreter import NOT_COMPARABLE
 from workshop.versions import ALL, BASELINE
@@ -123,10 +131,9 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """PASS if gate and audit passed, FAIL, NOT_AUDITED, or "skipped"."""
-        if self.status in ("failed", "skipped"):
-            return FAIL if self.failed else self.status
-        return PASS if (self.parity, self.audit) == ("pass", "pass") else NOT_AUDITED
+        """PASS if gate and audit passed, FAIL, NOT_AUDITED, or SKIPPED."""
+        passed = self.parity == self.audit == "pass"
+        return verdict(failed=self.failed, skipped=self.status == SKIPPED, passed=passed)
 
     @property
     def starred_verdict(self) -> str:
@@ -358,16 +365,12 @@ def steady(runs: list[RunResult]) -> list[RunResult]:
 
 
 def _parity(runs: list[RunResult]) -> str:
-    return _worst((run.gate.status for run in runs), "fail", "pass")
+    """The gate's verdict: only a comparison's first repeat passes it."""
+    return worst_status((run.gate.status for run in runs), ("fail", "pass"))
 
 
 def _audit(runs: list[RunResult]) -> str:
-    return _worst((run.audit.status for run in runs if run.step_ms), "fail", "not run", "pass")
-
-
-def _worst(statuses: Iterable[str], *order: str) -> str:
-    found = set(statuses)
-    return next((status for status in order if status in found), "not run")
+    return worst_status(run.audit.status for run in runs if run.step_ms)
 
 
 def _fill_memory_and_losses(row: Row, timed: list[RunResult]) -> None:
