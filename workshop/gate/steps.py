@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from workshop.gate.audit import sketch
+from workshop.gate.outcome import relative_rms
 from workshop.gate.parity import ROUNDING_UNITS, Measure, as_recorded, badness
 from workshop.results import Parity, Run
 from workshop.run.precision import PRECISIONS, set_arithmetic
@@ -386,10 +387,9 @@ def _loss_distance(one: StepResult, true: StepResult) -> float:
 
 
 def _distance(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
-    """|found - true| / |true| of all tensors together."""
-    apart = math.hypot(*(float((found[name] - true[name]).norm()) for name in true))
-    size = math.hypot(*(float(true[name].norm()) for name in true))
-    return _number(apart / size) if size else 0.0
+    """The relative distance of all tensors together; 0 where the true ones are zero."""
+    whole, truth = (torch.cat([one[name].flatten() for name in true]) for one in (found, true))
+    return _number(relative_rms(whole, truth)) if truth.any() else 0.0
 
 
 def _number(error: float) -> float:
