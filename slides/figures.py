@@ -164,7 +164,7 @@ def change(measured: Measured, title: str, size: str = MEDIUM) -> Shown:
         raise NotMeasured(f"{title} at {size}", "compare_versions.py --waterfall v4, on a GPU")
     values = [step.step_ms for step in timed[at - 1 : at + 1]]
     body = _bars(("without it", "with it"), values, "ms a step", (GREY, GREEN))
-    return body, {"size": fall.config, "gain": ratio(timed[at].gain, timed[at].gain_ci)}
+    return body, {"size": fall.config, "gain": ratio(timed[at].gain)}
 
 
 def sweep(measured: Measured, axis: str) -> Shown:
@@ -244,7 +244,11 @@ def spread(measured: Measured) -> Shown:
 def intervals(measured: Measured, size: str) -> Shown:
     """The intervals of the speed-ups over V1."""
     its = measured.ladder(size).versions[1:]
-    found = [(row, row.speedup or 0.0, row.speedup_ci) for row in its if row.speedup_ci]
+    found = [
+        (row, row.speedup.value, row.speedup.interval)
+        for row in its
+        if row.speedup and row.speedup.interval
+    ]
     if not found:
         raise NotMeasured(f"intervals at {size}", 'make compare ARGS="--repeats 3"')
     low, high = ([ci[i] for *_, ci in found] for i in (0, 1))

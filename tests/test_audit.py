@@ -14,7 +14,7 @@ from torch import nn
 from workshop import versions
 from workshop.gate import audit, canonical
 from workshop.gate.audit import Course, Reference
-from workshop.gate.parity import Setting
+from workshop.gate.outcome import Setting
 from workshop.run import data, trainer
 from workshop.run.precision import FLOAT8, LADDER, get_precision
 

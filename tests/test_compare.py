@@ -28,6 +28,7 @@ from workshop.compare.rows import Row
 from workshop.judge import judge, process
 from workshop.results import RunResult
 from workshop.run import presets
+from workshop.run.timing import Ratio
 from workshop.show import charts, comparisons
 from workshop.versions import VERSIONS
 
@@ -68,9 +69,9 @@ def test_a_speed_up_is_the_ratio_of_the_medians_with_its_interval() -> None:
     )
     assert list(found) == ["v1", "v2"]
     v1, v2 = found.values()
-    assert (v1.runs, v1.parity, v1.speedup, v1.speedup_text()) == (2, "pass", 1.0, "baseline")
-    assert v2.speedup == 2.0 and v2.speedup_ci is not None
-    low, high = v2.speedup_ci
+    assert (v1.runs, v1.parity, v1.speedup.value, v1.speedup_text()) == (2, "pass", 1.0, "baseline")
+    assert v2.speedup.value == 2.0 and v2.speedup.interval is not None
+    low, high = v2.speedup.interval
     assert 1.97 < low < 2.0 <= high < 2.03
     assert v2.speedup_text() == f"2.00x [{low:.2f}, {high:.2f}]"
     assert (v2.step_ms, v2.samples_per_s, v2.tokens_per_s) == (50.0, 160.0, 160.0 * 128)
@@ -100,7 +101,7 @@ def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(capsys) -> None:
     slow, fast = make_result(), make_result("v2", step_ms=FASTER, **once)
     for runs in ([slow, fast], [slow, slow, fast], [slow, fast, fast]):
         row = by_label(runs)["v2"]
-        assert (row.speedup, row.speedup_ci, row.speedup_text()) == (2.0, None, "2.00x (1 process)")
+        assert (row.speedup, row.speedup_text()) == (Ratio(2.0, None), "2.00x (1 process)")
         assert (row.break_even, row.break_even_steps) == ("unknown", None)
     found = rows.build_rows([slow, fast])
     note = "(1 process): no interval"
@@ -152,7 +153,7 @@ def test_a_session_has_one_peak_for_each_precision() -> None:
 def test_no_speed_up_without_a_proven_baseline_of_the_same_kind(baseline, other, note) -> None:
     runs = [make_result("v1", **baseline), make_result("v2", step_ms=FASTER, **other)]
     row = by_label(runs)["v2"]
-    assert (row.speedup, row.speedup_ci, row.memory_reduction) == (None, None, None)
+    assert (row.speedup, row.memory_reduction) == (None, None)
     assert note in row.note and "no speed-up" in row.note
     assert row.speedup_text() == "-"
     assert row.step_ms == 50.0 and not row.failed  # its own times remain
@@ -169,10 +170,10 @@ def test_sessions_are_not_mixed_and_the_newest_counts() -> None:
         "v2": "20260301",
         "v4": "20260201",  # not run in the newest one
     }
-    assert (found["v2"].speedup, found["v4"].speedup) == (3.0, 2.0)
+    assert (found["v2"].speedup.value, found["v4"].speedup.value) == (3.0, 2.0)
     # A later session without V1 proves nothing about V2, so the older one is kept.
     found = by_label([*session("20260301", 150.0, "v2"), make_result("v2", session="20260401")])
-    assert (found["v2"].session, found["v2"].speedup) == ("20260301", 3.0)
+    assert (found["v2"].session, found["v2"].speedup.value) == ("20260301", 3.0)
     # Nor does a later process alone, which gives no interval, unless it failed.
     several = session("20260301", 150.0, "v2", "v2")
     alone = session("20260401", 100.0, "v2")
@@ -193,7 +194,7 @@ def test_what_failed_or_was_refused_has_no_numbers_and_costs_its_own_row_only() 
         row = found["v2"]
         numbers = (row.step_ms, row.tokens_per_s, row.speedup, row.peak_memory_mb, row.tflops)
         assert numbers == (None,) * 5 and row.failed and row.note == note
-        assert found["v4"].speedup == 2.0 and not found["v4"].failed
+        assert found["v4"].speedup.value == 2.0 and not found["v4"].failed
     # Nor is such a V1 a baseline.
     crash = dataclasses.replace(crash, version="v1")
     v2 = by_label([make_result(), crash, make_result("v2", step_ms=FASTER)])["v2"]
@@ -220,7 +221,7 @@ def test_what_differs_from_a_versions_defaults_gets_its_own_row() -> None:
         *("v1", "v2", "v2 compile=default", "v2 no-fuse-norm", "v4", "v4 compile=none"),
         *("v1 cuda-graph", "v4 no-cuda-graph"),  # of the GPU, whose plain v4 shares a label
     ]
-    assert found["v2 no-fuse-norm"].speedup == 2.0
+    assert found["v2 no-fuse-norm"].speedup.value == 2.0
     assert found["v1 cuda-graph"].speedup_text() == "-"  # it is not the baseline
 
 
@@ -228,9 +229,9 @@ def test_an_interrupted_run_counts_and_says_so() -> None:
     cut = make_result("v2", status="interrupted", step_ms=FASTER, memory_mb={}, forward_ms=[])
     row = by_label([make_result(), make_result("v2", step_ms=FASTER), cut])["v2"]
     assert row.note == "1 of 2 runs interrupted"
-    assert row.speedup == 2.0 and row.peak_memory_mb == 200.0
+    assert row.speedup.value == 2.0 and row.peak_memory_mb == 200.0
     alone = by_label([make_result(), cut])["v2"]
-    assert (alone.speedup, alone.peak_memory_mb, alone.forward_ms) == (2.0, None, None)
+    assert (alone.speedup.value, alone.peak_memory_mb, alone.forward_ms) == (2.0, None, None)
     nothing = by_label([make_result("v2", status="interrupted", step_ms=[])])["v2"]
     assert nothing.note == "no timed step"
 
@@ -251,19 +252,19 @@ def interpreted(**changes: object) -> RunResult:
 def test_no_number_of_an_interpreted_run_is_beside_those_that_were_not(changes) -> None:
     found = by_label([make_result(), make_result("v2", step_ms=FASTER), interpreted(**changes)])
     row, report = found["v3"], comparisons.of_rows(list(found.values()))
-    names = [*TIMES, "loss_first", "loss_last", "peak_memory_mb", "step_parts"]
-    assert not any(getattr(row, name) for name in names) and not row.memory_mb
+    assert not row.step_parts and not row.memory_mb
     assert row.speedup_text() == "interpreted, not comparable"
     assert row.note.startswith("interpreted, not comparable: ")
     assert row.status == "interpreted" and not row.failed
     # All the rest is there.
     assert row.parity == changes.get("gate", "pass")
     assert (row.params_with_grad, row.tensors_with_grad) == (4190464, 38)
-    assert found["v2"].speedup == 2.0
+    assert found["v2"].speedup.value == 2.0
     proof = comparisons.group_tables(list(found.values()))[1]
     assert proof.lines[2].cells[2:] == ["38/38", "-", "-", "-", "-", "-"]
     for item in (report.items[2], report.records[2]):
-        assert {item[name] for name in names[:-1]} == {None}
+        names = (*TIMES, "loss_first", "loss_last", "peak_memory_mb")
+        assert {item[name] for name in names} == {None}
     _, time, memory = charts.draw_rows(list(found.values())).axes
     for axis in (time, memory):
         (words,) = (text.get_text() for text in axis.texts if text.xy[1:] == (2,))

@@ -51,7 +51,7 @@ rows = {row.version: row for row in group.rows}
 reported = report_generator.main(["--results", str(out), "--output-dir", str(out / "report")])
 rungs = waterfall.rungs("v5", "fp32", on_gpu=False, compiles=False)
 print(json.dumps({"gate": gate.failures, "status": status, "reported": reported,
-                  "speed-up": rows["v5"].speedup,
+                  "speed-up": rows["v5"].speedup.value,
                   "colour": charts.throughput([rows["v5"]]).colours[0],
                   "rungs": [rung.title for rung in rungs]}))
 """

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from workshop.gate import steps
-from workshop.gate.steps import Outcome, Sgd, State, Step, Watch
+from workshop.gate.steps import Sgd, State, Step, StepResult, Watch
 from workshop.judge.pipe import Message
 from workshop.results import Run
 
@@ -101,7 +101,7 @@ def audited(spoil: Callable[[Tensor], Tensor], plain_loses: float) -> list[str]:
 
     before = State({}, {}, {}, 1.0)
     found = {"a": sketched("a", spoil(GRADIENT)), "b": sketched("b", 50 * GRADIENT)}
-    run = [Step(number, before, Outcome(1.0, found, {}), {}) for number in range(4)]
+    run = [Step(number, before, StepResult(1.0, found, {}), {}) for number in range(4)]
     return steps.audit(run, plain, "bf16", 16).failures
 
 

@@ -274,7 +274,7 @@ def test_a_speed_up_is_over_v1_at_the_same_size() -> None:
     one = build(*(at("v1", n) for n in (128, 256)), at("v2", 128, step_ms=[64.0] * 5),
                 at("v2", 256, step_ms=[64.0] * 5))  # fmt: skip
     points = curve(one, "v2").points
-    assert [point.row.speedup for point in points] == [2.0, 4.0]
+    assert [point.row.speedup.value for point in points] == [2.0, 4.0]
     cells = [line.cells[4] for line in comparisons.sweep_table(one).lines if line.cells[1] == "v2"]
     assert cells == ["2.00x (1 process)", "4.00x (1 process)"]
     assert "(1 process): no interval" in markdown(one)

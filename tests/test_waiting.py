@@ -53,11 +53,11 @@ def test_times_are_those_of_the_undisturbed_runs(shares, step_ms, note) -> None:
         for steps, share in zip((STEADY, SLOW), shares, strict=True)
     ]
     (row,) = rows.build_rows(runs)
-    assert row.step_ms == step_ms and row.speedup == 1.0
+    assert row.step_ms == step_ms and row.speedup.value == 1.0
     assert (row.note, row.runs, row.parity) == (note, 2, "pass")
     kept = [run.step_ms for run in rows.steady(runs)]
     rung, undisturbed = waterfall.Rung("V1", "v1", "fp32"), [make_result(step_ms=STEADY)] * 2
-    assert waterfall._steps([(rung, undisturbed), (rung, runs)])[1].gain == 100.0 / step_ms
+    assert waterfall._steps([(rung, undisturbed), (rung, runs)])[1].gain.value == 100.0 / step_ms
     assert len(regression._values(runs, regression.STEP)) == regression.repeats(runs) == len(kept)
 
 

@@ -232,9 +232,11 @@ def test_each_rung_is_compared_with_the_one_before_and_with_v1() -> None:
     ]
     first, second, *_, last = one.steps
     assert (first.before, first.gain, first.step_ms) == (None, None, 100.0)
-    assert second.before == "V1, plain" and second.gain == pytest.approx(1 / 0.9)
+    assert second.before == "V1, plain" and second.gain.value == pytest.approx(1 / 0.9)
     assert second.saved_ms == pytest.approx(10.0)
-    assert last.row is not None and last.row.speedup == pytest.approx(0.9 ** -(len(one.steps) - 1))
+    assert last.row is not None and last.row.speedup.value == pytest.approx(
+        0.9 ** -(len(one.steps) - 1)
+    )
     assert sum(step.saved_ms or 0.0 for step in one.steps) == pytest.approx(100 - last.step_ms)
     assert not one.failed
 
@@ -246,7 +248,7 @@ def test_a_rung_with_a_red_gate_has_no_time_and_the_next_skips_it() -> None:
     sdpa, gqa = by_title["SDPA"], by_title["native GQA"]
     assert (sdpa.step_ms, sdpa.gain, sdpa.timed) == (None, None, False)
     assert sdpa.note == f"gate failed: {red.failures[0]}"
-    assert gqa.before == "F.rms_norm" and gqa.gain == pytest.approx(1 / 0.81)
+    assert gqa.before == "F.rms_norm" and gqa.gain.value == pytest.approx(1 / 0.81)
     assert one.failed
     text = markdown(one)
     assert "| SDPA | v2 | - | - | - | FAIL | - |" in text

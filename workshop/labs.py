@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from workshop.results import FAIL, NOT_AUDITED, PASS, SKIPPED, LabRun
+from workshop.results import LabRun, verdict, worst_status
 from workshop.run import timing
 
 KERNELS = "kernels"
@@ -50,8 +50,7 @@ class LabRow:
     @property
     def gate(self) -> str:
         """The verdict on all processes: "pass", "fail", or "not run" if one of them had no gate."""
-        found = {run.gate.status for run in self.runs}
-        return next((status for status in ("fail", "not run") if status in found), "pass")
+        return worst_status(run.gate.status for run in self.runs)
 
     @property
     def failed(self) -> bool:
@@ -59,14 +58,14 @@ class LabRow:
         return any(run.refused or run.status in ends for run in self.runs)
 
     @property
+    def skipped(self) -> bool:
+        return any(run.status == "skipped" for run in self.runs)
+
+    @property
     def verdict(self) -> str:
         """PASS, FAIL, SKIPPED, or NOT_AUDITED: without the lab's gate, or an audit that it has."""
-        if self.failed:
-            return FAIL
-        if any(run.status == "skipped" for run in self.runs):
-            return SKIPPED
-        audited = not any((run.error or "").startswith(NOT_AUDITED) for run in self.runs)
-        return PASS if self.gate == "pass" and audited else NOT_AUDITED
+        passed = self.gate == "pass" and not any(run.not_audited for run in self.runs)
+        return verdict(failed=self.failed, skipped=self.skipped, passed=passed)
 
     @property
     def times(self) -> list[list[float]]:

@@ -56,6 +56,28 @@ DEFAULT_FOLDER = (ROOT if available() else Path()) / "results"
 T = TypeVar("T")
 
 
+def verdict(*, failed: bool, skipped: bool, passed: bool) -> str:
+    """The verdict on a row.
+
+    Args:
+        passed: whether the gate and the audit did, or the one of them that its command has.
+    """
+    if failed:
+        return FAIL
+    if skipped:
+        return SKIPPED
+    return PASS if passed else NOT_AUDITED
+
+
+def worst_status(
+    statuses: Iterable[str], order: Iterable[str] = ("fail", "not run", "pass")
+) -> str:
+    """The status of a check of several processes: the first in `order` that one of them has;
+    "not run" without any."""
+    found = set(statuses)
+    return next((status for status in order if status in found), "not run")
+
+
 @dataclass
 class Gradients:
     """The reach of the last timed step's backward pass: tensors under V1's names, and weights."""
@@ -148,9 +170,9 @@ class Run:
     @property
     def refused(self) -> tuple[str, list[str]] | None:
         """The check that failed, "gate" or "audit", with its reasons."""
-        for check, verdict in (("gate", self.gate), ("audit", self.audit)):
-            if verdict.status == "fail":
-                return check, verdict.failures
+        for check, found in (("gate", self.gate), ("audit", self.audit)):
+            if found.status == "fail":
+                return check, found.failures
         return None
 
     def wrong(self) -> Iterator[str]:
@@ -255,6 +277,12 @@ class LabRun(Run):
     """The same of a large copy."""
     metrics: dict[str, Value] = field(default_factory=dict)
     """Measures of this lab alone."""
+
+    @property
+    def not_audited(self) -> bool:
+        """Whether it lacks an audit that its lab has: `error` says so, and why. Other labs' runs
+        have none to lack."""
+        return (self.error or "").startswith(NOT_AUDITED)
 
     @property
     def failure(self) -> str:

@@ -148,7 +148,7 @@ def _rate(row: LabRow) -> float:
 
 
 def _text(gain: Ratio | None) -> str:
-    return ratio(gain.value, gain.interval, SAME) if gain else "-"
+    return ratio(gain, SAME)
 
 
 def _rungs(rows: Sequence[LabRow]) -> list[tuple[LabRow, str, Ratio | None]]:

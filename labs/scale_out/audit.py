@@ -27,7 +27,7 @@ from labs.scale_out.strategies import Strategy
 from workshop import versions
 from workshop.gate import audit, canonical, gate_size
 from workshop.gate.audit import Course, Reference
-from workshop.gate.parity import Setting
+from workshop.gate.outcome import Setting
 from workshop.judge import candidate, turn, wire
 from workshop.judge.pipe import Message
 from workshop.judge.turn import Shown

@@ -1,11 +1,19 @@
 """From result files to the rows of a comparison: one a version, size, precision and device."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from workshop.results import FAIL, NOT_AUDITED, PASS, PHASE_TIMES, RunResult, model_sizes
+from workshop.results import (
+    NOT_AUDITED,
+    PHASE_TIMES,
+    SKIPPED,
+    RunResult,
+    model_sizes,
+    verdict,
+    worst_status,
+)
 from workshop.run import flops, presets, timing
 from workshop.run.interpreter import NOT_COMPARABLE
 from workshop.versions import ALL, BASELINE
@@ -28,7 +36,7 @@ class Row:
     ended in an error) has no numbers, nor has a "skipped" one, which this machine can't run; an
     "interpreted" one has the gradients alone: no times, no losses, as it trains fewer steps, and no
     memory, which is the interpreter's. `note` says why. `speedup` is V1's median step over this
-    one's in the same session; `speedup_ci`, its 95% interval, is None with one process of either.
+    one's in the same session; its interval is None with one process of either.
     """
 
     version: str
@@ -58,8 +66,7 @@ class Row:
     forward_ms: float | None = None
     backward_ms: float | None = None
     optimizer_ms: float | None = None
-    speedup: float | None = None
-    speedup_ci: list[float] | None = None
+    speedup: timing.Ratio | None = None
     peak_memory_mb: float | None = None
     memory_mb: dict[str, float | str] = field(default_factory=dict)
     memory_reduction: float | None = None
@@ -123,10 +130,9 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """PASS if gate and audit passed, FAIL, NOT_AUDITED, or "skipped"."""
-        if self.status in ("failed", "skipped"):
-            return FAIL if self.failed else self.status
-        return PASS if (self.parity, self.audit) == ("pass", "pass") else NOT_AUDITED
+        """PASS if gate and audit passed, FAIL, NOT_AUDITED, or SKIPPED."""
+        passed = self.parity == self.audit == "pass"
+        return verdict(failed=self.failed, skipped=self.status == SKIPPED, passed=passed)
 
     @property
     def starred_verdict(self) -> str:
@@ -140,20 +146,24 @@ class Row:
             return NOT_COMPARABLE if self.status == "interpreted" else self.status
         if self.version == BASELINE and not self.variant and self.speedup is not None:
             return "baseline"
-        return ratio(self.speedup, self.speedup_ci)
+        return ratio(self.speedup)
 
 
-def ratio(
-    value: float | None, interval: Sequence[float] | None, same: str = "no significant difference"
-) -> str:
+def ratio(of: timing.Ratio | None, same: str = "no significant difference") -> str:
     """`1.80x [1.75, 1.84]`; `same` in place of the value where the interval contains 1;
-    `1.80x (1 process)` without an interval; a dash without a value."""
-    if value is None:
+    `1.80x (1 process)` without an interval; a dash for None."""
+    if of is None:
         return "-"
-    if interval is None:
-        return f"{value:.2f}x ({ONE_PROCESS})"
-    low, high = interval
-    return f"{same if low <= 1 <= high else f'{value:.2f}x'} [{low:.2f}, {high:.2f}]"
+    if of.interval is None:
+        return f"{of.value:.2f}x ({ONE_PROCESS})"
+    low, high = of.interval
+    return f"{f'{of.value:.2f}x' if of.significant else same} [{low:.2f}, {high:.2f}]"
+
+
+def ratio_fields(name: str, of: timing.Ratio | None) -> dict[str, Any]:
+    """A ratio as files have it: its value under `name`, its interval under `name` and `_ci`."""
+    interval = list(of.interval) if of and of.interval else None
+    return {name: of.value if of else None, f"{name}_ci": interval}
 
 
 def grouped(runs: Iterable[RunResult], key: Callable[[RunResult], K]) -> dict[K, list[RunResult]]:
@@ -200,7 +210,7 @@ def build_rows(runs: Iterable[RunResult], peaks: Peaks | None = None) -> list[Ro
         for own in chosen:
             row = build_row(own, baselines.get(own[0].session, []))
             if row.speedup and row.step_ms and row.session not in shown_v1:
-                of_v1 = f"{row.speedup * row.step_ms:,.2f} ms"
+                of_v1 = f"{row.speedup.value * row.step_ms:,.2f} ms"
                 row.note = join(row.note, f"speed-up over V1 of its own session, {of_v1}")
             _fill_peak(row, peaks)
             rows.append(row)
@@ -358,16 +368,12 @@ def steady(runs: list[RunResult]) -> list[RunResult]:
 
 
 def _parity(runs: list[RunResult]) -> str:
-    return _worst((run.gate.status for run in runs), "fail", "pass")
+    """The gate's verdict: only a comparison's first repeat passes it."""
+    return worst_status((run.gate.status for run in runs), ("fail", "pass"))
 
 
 def _audit(runs: list[RunResult]) -> str:
-    return _worst((run.audit.status for run in runs if run.step_ms), "fail", "not run", "pass")
-
-
-def _worst(statuses: Iterable[str], *order: str) -> str:
-    found = set(statuses)
-    return next((status for status in order if status in found), "not run")
+    return worst_status(run.audit.status for run in runs if run.step_ms)
 
 
 def _fill_memory_and_losses(row: Row, timed: list[RunResult]) -> None:
@@ -408,8 +414,7 @@ def _fill_speedup(row: Row, timed: list[RunResult], baseline: list[RunResult]) -
     if reason:
         row.note = join(row.note, f"{reason}: no speed-up")
         return
-    found = timing.speedup(baseline_steps, [run.step_ms for run in timed])
-    row.speedup, row.speedup_ci = found.value, list(found.interval) if found.interval else None
+    row.speedup = timing.speedup(baseline_steps, [run.step_ms for run in timed])
     peaks = [float(run.memory_mb["peak"]) for run in baseline if run.memory_mb]
     if peaks and row.peak_memory_mb is not None:
         row.memory_reduction = 1 - row.peak_memory_mb / max(peaks)
@@ -427,11 +432,11 @@ def _fill_startup(row: Row, timed: list[RunResult]) -> None:
     row.startup_s, row.startup_least_s = seconds(row.setup_s), min(map(seconds, measured))
     if row.speedup is None or row.step_ms is None or row.speedup_text() == "baseline":
         return
-    low, high = row.speedup_ci or (1.0, 1.0)
+    low, high = row.speedup.interval or (1.0, 1.0)
     if low <= 1:
         row.break_even = "never" if high < 1 else "unknown"
         return
-    saved_s = row.step_ms * (row.speedup - 1) / 1e3
+    saved_s = row.step_ms * (row.speedup.value - 1) / 1e3
     row.break_even_steps = math.ceil(row.startup_s / saved_s)
     row.break_even = f"after {row.break_even_steps:,} steps" if row.break_even_steps else "at once"
 

@@ -19,7 +19,7 @@ import torch
 
 from workshop import records, results, versions
 from workshop.errors import WorkshopError
-from workshop.gate.parity import Setting
+from workshop.gate.outcome import Setting
 from workshop.judge.cases import Case, Round
 from workshop.judge.judge import Candidate, gate_shape, is_v1
 from workshop.judge.plans import LEARNING_RATE, Asked, Options, Plan, flag, record
@@ -285,7 +285,7 @@ class _Session:
 
     def _finish(self, one: Candidate) -> None:
         """Judges a candidate, and those that have waited for it; saves and tells."""
-        if one.leads:
+        if one.is_reference:
             one.case.lead(one.round, one.course)
         one.judge()
         if self._doubts(one):
@@ -294,9 +294,9 @@ class _Session:
         else:
             self._save(one.plan, one.result, one.stderr)
             self._tell(one.plan, one.line())
-            if one.waits:
+            if one.awaits_reference:
                 self._waiting.append(one)
-        if one.leads:
+        if one.is_reference:
             for other in [other for other in self._waiting if other.round is one.round]:
                 self._waiting.remove(other)
                 other.judge()

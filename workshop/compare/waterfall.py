@@ -174,8 +174,8 @@ class Step:
     """A rung as it was measured. `row` is None where it was not run; `note` says why it has no
     time.
 
-    `saved_ms`, `gain` and `gain_ci` are against the last rung with a time, whose title is `before`;
-    `row.speedup` is against V1 at fp32. `gain_ci` is None if either ran in one process only.
+    `saved_ms` and `gain` are against the last rung with a time, whose title is `before`;
+    `row.speedup` is against V1 at fp32.
     """
 
     rung: Rung
@@ -183,8 +183,7 @@ class Step:
     note: str = ""
     before: str | None = None
     saved_ms: float | None = None
-    gain: float | None = None
-    gain_ci: tuple[float, float] | None = None
+    gain: timing.Ratio | None = None
 
     @property
     def timed(self) -> bool:
@@ -311,9 +310,8 @@ def _steps(by_rung: list[tuple[Rung, list[RunResult]]]) -> list[Step]:
             times = [run.step_ms for run in rows.steady(runs) if run.step_ms]
             if last is not None:
                 before, before_ms, before_times = last
-                ratio = timing.speedup(before_times, times)
-                gain = (before_ms - ms, ratio.value, ratio.interval)
-                step = Step(rung, row, row.note, before, *gain)
+                gain = timing.speedup(before_times, times)
+                step = Step(rung, row, row.note, before, before_ms - ms, gain)
             last = rung.title, ms, times
         steps.append(step)
     return steps

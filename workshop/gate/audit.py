@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from workshop import results, versions
 from workshop.gate import canonical, parity
+from workshop.gate.outcome import Setting, relative_rms
 from workshop.gate.parity import (
     MOVEMENT_NOISE_FP8,
     MULTIPLE,
     ROUNDING_UNITS,
     Measure,
-    Setting,
 )
 from workshop.results import FAIL, PASS
 from workshop.run import trainer
@@ -321,11 +321,9 @@ def _apart(found: dict[str, Tensor], course: Course) -> float:
 
 
 def _distance(found: float | Tensor | None, true: float | Tensor) -> float:
-    """|found - true| / |true|; infinite for what is missing."""
-    if found is None:
-        return math.inf
-    difference, size = torch.as_tensor(found - true), torch.as_tensor(true)
-    return float(difference.norm() / size.norm())
+    """The relative distance of two lengths or two sketches; infinite for what is missing."""
+    fp64 = functools.partial(torch.as_tensor, dtype=torch.float64)
+    return relative_rms(None if found is None else fp64(found), fp64(true))
 
 
 def _sentence(name: str, measure: Measure, found: Course, course: Course) -> str:

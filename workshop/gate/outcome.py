@@ -242,8 +242,10 @@ class Outcome:
 
 
 def relative_rms(found: Tensor | None, true: Tensor | None) -> float:
-    """|found - true| / |true| over all elements, in fp64."""
-    assert found is not None and true is not None
+    """|found - true| / |true| over all elements, in fp64; infinite where `found` is missing."""
+    assert true is not None
+    if found is None:
+        return math.inf
     true = true.double()
     return float((found.double() - true).norm() / true.norm())
 

@@ -396,6 +396,8 @@ def _compare_outputs(report: ParityReport, setting: Setting, runs: Runs) -> None
 
 def _compare_gradients(report: ParityReport, setting: Setting, runs: Runs) -> None:
     floor = ROUNDING_UNITS * setting.precision.unit_roundoff
+    # An infinite error of V1's own would allow anything.
+    assert all(gradient is not None for gradient in runs.baseline.gradients.values())
     own_errors = {
         name: relative_rms(runs.baseline.gradients[name], gradient)
         for name, gradient in runs.reference.gradients.items()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from workshop.gate.audit import sketch
+from workshop.gate.outcome import relative_rms
 from workshop.gate.parity import ROUNDING_UNITS, Measure, as_recorded, badness
 from workshop.results import Parity, Run
 from workshop.run.precision import PRECISIONS, set_arithmetic
@@ -128,7 +129,7 @@ class Sgd:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepResult:
     """The effect of one step: loss, sketches of the gradients, changes of the norms' statistics."""
 
     loss: float
@@ -142,12 +143,12 @@ class Step:
 
     number: int
     before: State
-    found: Outcome
+    found: StepResult
     updates: dict[str, Measure]
     """The distance of each weight's movement from the one that its momentum asks for."""
 
 
-_Outcomes = Sequence[Outcome]
+_Results = Sequence[StepResult]
 Plain = Callable[[State, int, str], tuple[float, dict[str, Tensor], dict[str, Tensor]]]
 """A plain step from a state, on the batch of that number, at a precision: its loss, the gradients
 and the norms' new statistics."""
@@ -240,7 +241,7 @@ class Watch:
         for name in before.weights:
             gradients[name] = sketch(self._sgd.gradient(name, before, after), name)
             updates[name] = self._update(name, before, after, number)
-        found = Outcome(loss, gradients, _changes(before, after.statistics))
+        found = StepResult(loss, gradients, _changes(before, after.statistics))
         return Step(number, before, found, updates)
 
     def _update(self, name: str, before: State, after: State, number: int) -> Measure:
@@ -267,20 +268,20 @@ def audit(
         return Parity(status="fail", failures=["no step moved the weights"])
     true = [_again(step, plain, "fp32") for step in steps]
     own = true if precision == "fp32" else [_again(step, plain, precision) for step in steps]
-    runs = _Runs([step.found for step in steps], true, own)
+    same = _SameSteps([step.found for step in steps], true, own)
     roundings = ROUNDING_UNITS * PRECISIONS[precision].unit_roundoff / math.sqrt(batch_size)
     measures = {
-        "loss": runs.within(runs.furthest(_loss_distance), LOSS_FLOOR + roundings),
-        "gradients": runs.within(
-            runs.furthest(lambda one, true: _distance(one.gradients, true.gradients)),
+        "loss": same.within(same.furthest(_loss_distance), LOSS_FLOOR + roundings),
+        "gradients": same.within(
+            same.furthest(lambda one, true: _distance(one.gradients, true.gradients)),
             GRADIENT_FLOOR,
         ),
     }
     if weight_decay:
         missing = functools.partial(_missing_decay, steps, true, weight_decay)
         allowed = MOST_TIMES * missing(own) + DECAY
-        measures["weight decay"] = Measure(missing(runs.found), allowed, missing(own))
-    for group in _by_tensor(steps, runs):
+        measures["weight decay"] = Measure(missing(same.found), allowed, missing(own))
+    for group in _by_tensor(steps, same):
         if group:  # of each kind the worst is shown
             worst = max(group, key=lambda name: badness(group[name]))
             measures[worst] = max(measures.get(worst, group[worst]), group[worst], key=badness)
@@ -299,67 +300,67 @@ def audit(
     )
 
 
-def _again(step: Step, plain: Plain, precision: str) -> Outcome:
+def _again(step: Step, plain: Plain, precision: str) -> StepResult:
     loss, gradients, statistics = plain(step.before, step.number, precision)
     sketches = {name: sketch(gradient.cpu(), name) for name, gradient in gradients.items()}
     after = {name: value.cpu() for name, value in statistics.items()}
-    return Outcome(loss, sketches, _changes(step.before, after))
+    return StepResult(loss, sketches, _changes(step.before, after))
 
 
 @dataclass(frozen=True)
-class _Runs:
-    """The outcomes of the same steps: the run's, the plain step's in fp32, and the plain step's at
+class _SameSteps:
+    """The results of the same steps: the run's, the plain step's in fp32, and the plain step's at
     the run's precision."""
 
-    found: _Outcomes
-    true: _Outcomes
-    own: _Outcomes
+    found: _Results
+    true: _Results
+    own: _Results
 
-    def within(self, error: Callable[[_Outcomes], float], floor: float) -> Measure:
+    def within(self, error: Callable[[_Results], float], floor: float) -> Measure:
         own = error(self.own)
         return Measure(error(self.found), min(MOST_TIMES * own + floor, MOST), own)
 
     def furthest(
-        self, distance: Callable[[Outcome, Outcome], float]
-    ) -> Callable[[_Outcomes], float]:
+        self, distance: Callable[[StepResult, StepResult], float]
+    ) -> Callable[[_Results], float]:
         """The largest distance of a step from the true one."""
-        return lambda outcomes: max(map(distance, outcomes, self.true))
+        return lambda results: max(map(distance, results, self.true))
 
-    def of_all_steps(self, part: str, name: str) -> Callable[[_Outcomes], float]:
+    def of_all_steps(self, part: str, name: str) -> Callable[[_Results], float]:
         """How far a tensor is from the true one, all steps together."""
 
-        def tensors(outcomes: _Outcomes) -> dict[str, Tensor]:
-            return {str(step): getattr(one, part)[name] for step, one in enumerate(outcomes)}
+        def tensors(results: _Results) -> dict[str, Tensor]:
+            return {str(step): getattr(one, part)[name] for step, one in enumerate(results)}
 
-        return lambda outcomes: _distance(tensors(outcomes), tensors(self.true))
+        return lambda results: _distance(tensors(results), tensors(self.true))
 
-    def along(self, name: str, outcomes: _Outcomes) -> float:
+    def along(self, name: str, results: _Results) -> float:
         """The part of a tensor's gradient along the true one, as a share of its length: the mean
         of all steps."""
         pairs = [
             (one.gradients[name], true.gradients[name])
-            for one, true in zip(outcomes, self.true, strict=True)
+            for one, true in zip(results, self.true, strict=True)
         ]
         return sum(float(a @ b / (b @ b)) for a, b in pairs) / len(pairs)
 
 
-def _by_tensor(steps: Sequence[Step], runs: _Runs) -> Iterator[dict[str, Measure]]:
+def _by_tensor(steps: Sequence[Step], same: _SameSteps) -> Iterator[dict[str, Measure]]:
     """The measures of each kind, tensor by tensor. A gradient is compared alone where it is more
     than roundings in every step."""
-    sizes = [{name: float(g.norm()) for name, g in one.gradients.items()} for one in runs.true]
+    sizes = [{name: float(g.norm()) for name, g in one.gradients.items()} for one in same.true]
     names = [
         name
-        for name in runs.true[0].gradients
+        for name in same.true[0].gradients
         if all(step[name] > NEGLIGIBLE * math.hypot(*step.values()) for step in sizes)
     ]
     for what, part, its, floor in (
         ("gradient", "gradients", names, GRADIENT_FLOOR),
-        ("change", "statistics", [*runs.true[0].statistics], FLOOR),
+        ("change", "statistics", [*same.true[0].statistics], FLOOR),
     ):
-        yield {f"{what} of {n}": runs.within(runs.of_all_steps(part, n), floor) for n in its}
+        yield {f"{what} of {n}": same.within(same.of_all_steps(part, n), floor) for n in its}
     yield {
         f"part of {name}'s gradient along the true one": Measure(
-            _number(abs(runs.along(name, runs.found) - runs.along(name, runs.own))), ALONG, 0.0
+            _number(abs(same.along(name, same.found) - same.along(name, same.own))), ALONG, 0.0
         )
         for name in names
     }
@@ -368,12 +369,12 @@ def _by_tensor(steps: Sequence[Step], runs: _Runs) -> Iterator[dict[str, Measure
 
 
 def _missing_decay(
-    steps: Sequence[Step], true: _Outcomes, weight_decay: float, outcomes: _Outcomes
+    steps: Sequence[Step], true: _Results, weight_decay: float, results: _Results
 ) -> float:
     """The share of the weight decay that is missing. A gradient hardly lies along the weights that
     a norm follows, nor do its roundings, and decay does."""
     along = asked = 0.0
-    for step, one, true_one in zip(steps, outcomes, true, strict=True):
+    for step, one, true_one in zip(steps, results, true, strict=True):
         for name, gradient in true_one.gradients.items():
             weight = sketch(step.before.weights[name], name)
             along += float((gradient - one.gradients[name]) @ weight)
@@ -381,15 +382,14 @@ def _missing_decay(
     return _number(abs(along / asked))
 
 
-def _loss_distance(one: Outcome, true: Outcome) -> float:
+def _loss_distance(one: StepResult, true: StepResult) -> float:
     return _number(abs(one.loss - true.loss) / abs(true.loss))
 
 
 def _distance(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
-    """|found - true| / |true| of all tensors together."""
-    apart = math.hypot(*(float((found[name] - true[name]).norm()) for name in true))
-    size = math.hypot(*(float(true[name].norm()) for name in true))
-    return _number(apart / size) if size else 0.0
+    """The relative distance of all tensors together; 0 where the true ones are zero."""
+    whole, truth = (torch.cat([one[name].flatten() for name in true]) for one in (found, true))
+    return _number(relative_rms(whole, truth)) if truth.any() else 0.0
 
 
 def _number(error: float) -> float:

@@ -191,15 +191,15 @@ class Candidate:
     # --- the verdict ---
 
     @property
-    def leads(self) -> bool:
+    def is_reference(self) -> bool:
         """Whether its run is V1's, which others of its round are compared with."""
         return self.course is not None and not self.plan.again and is_v1(self.plan, self.result)
 
     @property
-    def waits(self) -> bool:
+    def awaits_reference(self) -> bool:
         """Whether V1's run on its batches is yet to come."""
         missing = self.course is not None and self.case.reference(self.round) is None
-        return missing and not self.leads and not self.plan.interpreted
+        return missing and not self.is_reference and not self.plan.interpreted
 
     def judge(self) -> None:
         """Compares the timed run with V1's, and its times with what is possible."""
@@ -248,8 +248,8 @@ class Candidate:
     def verdict(self) -> str:
         """The audit's, in a line, with what it found."""
         found = self.result.audit
-        waits = found.status == "not run" and self.waits
-        summary = "when V1 has trained these batches" if waits else audit.summary(found)
+        later = found.status == "not run" and self.awaits_reference
+        summary = "when V1 has trained these batches" if later else audit.summary(found)
         return "\n  ".join([f"audit: {summary}", *found.failures])
 
 
@@ -284,12 +284,19 @@ def settle_times(result: RunResult, judge_ms: float, steps: int, waited_ms: floa
     return wrong
 
 
+def disagree(told_ms: float, judge_ms: float, fixed_ms: float = FIXED_MS) -> bool:
+    """Whether the sum of the told times is not the judge's. A version's run fails then; a lab's
+    times are scaled to the judge's (studies.py); the kernels' judge, whose turns are short, allows
+    no told time above its own, and counts the turns (kernels/measure.py)."""
+    return abs(judge_ms - told_ms) > SHARE * judge_ms + fixed_ms
+
+
 def wrong_times(result: RunResult, judge_ms: float, steps: int) -> list[str]:
     told = sum(result.step_ms)
     if len(result.step_ms) != steps or not all(0 < ms < math.inf for ms in result.step_ms):
         return [f"timed run: {len(result.step_ms)} step times, of {steps} steps"]
     sentences = []
-    if abs(judge_ms - told) > SHARE * judge_ms + FIXED_MS:
+    if disagree(told, judge_ms):
         sentences.append(
             f"timed run: its {steps} step times add up to {told:,.1f} ms, the judge's clock says "
             f"{judge_ms:,.1f} ms"

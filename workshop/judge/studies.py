@@ -19,7 +19,7 @@ from typing import Any
 from workshop import records, results
 from workshop.errors import WorkshopError
 from workshop.judge import wire
-from workshop.judge.judge import FIXED_MS, SHARE, UNEVEN
+from workshop.judge.judge import FIXED_MS, UNEVEN, disagree
 from workshop.judge.pipe import Closed, Message
 from workshop.judge.process import Process, in_parallel, share_of_compilers
 from workshop.judge.turn import Check
@@ -173,7 +173,7 @@ def _settle(run: LabRun, spans: Spans, judge_ms: float) -> None:
     times = list(itertools.chain.from_iterable(spans))
     run.judge_ms = judge_ms / len(times)
     told, fixed = sum(times), FIXED_MS * len(spans)
-    if abs(judge_ms - told) > SHARE * judge_ms + fixed:
+    if disagree(told, judge_ms, fixed):
         run.step_ms = [ms * judge_ms / told for ms in run.step_ms]
     if run.step_ms:
         mean = sum(run.step_ms) / len(run.step_ms)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from workshop.gate.audit import BUCKETS, sketch
-from workshop.gate.parity import relative_rms
+from workshop.gate.outcome import relative_rms
 from workshop.judge.judge import IMPOSSIBLE, SHARE
 from workshop.judge.pipe import Closed, Message
 from workshop.judge.process import Process

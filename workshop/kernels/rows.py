@@ -58,9 +58,9 @@ class Row(LabRow):
         return {phase: float(self.first.metrics[phase] or 0) for phase in phases}
 
     @property
-    def verdict(self) -> str:
-        """As a lab's, but one that is right and was not timed is not skipped."""
-        return PASS if self.gate == "pass" and not self.failed else super().verdict
+    def skipped(self) -> bool:
+        """One that is right and was not timed is not skipped."""
+        return self.gate != "pass" and super().skipped
 
     @property
     def note(self) -> str:

@@ -194,9 +194,9 @@ def _loss(value: float) -> str:
 def speedups_chart(name: str, rows: Sequence[tuple[str, Row]], files: tuple[Path, ...]) -> Chart:
     """Speed-ups over V1 with their 95% intervals, which all rows have, on a logarithmic axis."""
     shown = [
-        (f"{size}: {row.label}", row.speedup, row.speedup_ci[0], row.speedup_ci[1])
+        (f"{size}: {row.label}", row.speedup.value, *row.speedup.interval)
         for size, row in rows[:MOST_BARS]
-        if row.speedup and row.speedup_ci
+        if row.speedup and row.speedup.interval
     ]
     texts = [f"{label} {value:.2f}x [{low:.2f}, {high:.2f}]" for label, value, low, high in shown]
     alt = f"Speed-up over V1 with its 95% interval: {'; '.join(texts)}.{more(rows)}"
@@ -287,8 +287,8 @@ def _plot_rung(axis: Any, place: int, step: Step, *, whole: bool) -> None:
         axis.barh(place, step.step_ms, color=WHOLE, height=0.62, zorder=2)
     if step.saved_ms is not None:
         start = min(step.step_ms, step.step_ms + step.saved_ms)
-        low, high = step.gain_ci or (math.nan, math.nan)
-        colour = GREEN if low > 1 else RED if high < 1 else GREY if step.gain_ci else _UNKNOWN
+        low, high = (step.gain and step.gain.interval) or (math.nan, math.nan)
+        colour = GREEN if low > 1 else RED if high < 1 else _UNKNOWN if math.isnan(low) else GREY
         axis.barh(place, abs(step.saved_ms), left=start, height=0.62, zorder=3, **_look(colour))
 
 
@@ -302,7 +302,7 @@ def _rung_words(step: Step) -> str:
     words = f"{step.step_ms:,.2f} ms"
     if step.saved_ms is None:
         return words
-    return f"{words}   {-step.saved_ms:+,.2f}   {ratio(step.gain, step.gain_ci, 'no difference')}"
+    return f"{words}   {-step.saved_ms:+,.2f}   {ratio(step.gain, 'no difference')}"
 
 
 def _plot_rung_memory(axis: Any, waterfall: Waterfall) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from workshop.compare import rows
-from workshop.compare.rows import Row, ratio
+from workshop.compare.rows import Row, ratio, ratio_fields
 from workshop.compare.sweep import Curve, Point, Sweep
 from workshop.compare.waterfall import Step, Waterfall
 from workshop.errors import printable
@@ -25,10 +25,19 @@ _NOT_IN_CSV = ("gate_shape", "plausibility", "memory_mb", "setup_s", "prepared_b
 
 
 def of_rows(found: list[Row]) -> Report:
-    items = [dataclasses.asdict(row) for row in found]
+    names = [field.name for field in dataclasses.fields(Row)]
+    items = [_row_record(row, names) for row in found]
     records = [{k: v for k, v in item.items() if k not in _NOT_IN_CSV} for item in items]
     tables = [table for group in groups(found) for table in group_tables(group)]
     return Report("rows", tables, items, records)
+
+
+def _row_record(row: Row, names: Iterable[str]) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    for name in names:
+        value = getattr(row, name)
+        record |= ratio_fields(name, value) if name == "speedup" else {name: value}
+    return record
 
 
 def groups(found: Iterable[Row]) -> list[list[Row]]:
@@ -163,11 +172,11 @@ def _step_cells(step: Step) -> list[str]:
     row, first = step.row, [step.rung.title, step.rung.version]
     if row is None:
         return first + ["-"] * (len(WATERFALL_HEADER) - len(first))
-    over_v1 = "baseline" if step.rung.is_first else ratio(row.speedup, row.speedup_ci, SAME)
+    over_v1 = "baseline" if step.rung.is_first else ratio(row.speedup, SAME)
     return [
         *first,
         number(step.step_ms, ",.2f"),
-        ratio(step.gain, step.gain_ci, SAME),
+        ratio(step.gain, SAME),
         over_v1 if step.timed else "-",
         row.starred_verdict,
         number(row.peak_memory_mb, ",.0f"),
@@ -204,10 +213,8 @@ def _step_record(step: Step) -> dict[str, Any]:
         "step_spread": timed.step_spread if timed else None,
         "before": step.before,
         "saved_ms": step.saved_ms,
-        "gain": step.gain,
-        "gain_ci": list(step.gain_ci) if step.gain_ci else None,
-        "speedup": timed.speedup if timed else None,
-        "speedup_ci": timed.speedup_ci if timed else None,
+        **ratio_fields("gain", step.gain),
+        **ratio_fields("speedup", timed.speedup if timed else None),
         "peak_memory_mb": row.peak_memory_mb if row else None,
         "plausibility": row.plausibility if row else [],
     }
@@ -223,7 +230,7 @@ def without_time(row: Row) -> str:
 
 _SWEEP_LEGEND = f"speed-up over V1 at the same size; {SAME}: no significant difference"
 _POINT_FIELDS = ("status", "parity", "note", "runs", "step_ms", "step_spread", "tokens_per_s",
-                 "speedup", "speedup_ci", "peak_memory_mb")  # fmt: skip
+                 "speedup", "peak_memory_mb")  # fmt: skip
 
 
 def of_sweeps(found: Sequence[Sweep]) -> Report:
@@ -323,7 +330,7 @@ def _point_record(point: Point) -> dict[str, Any]:
     batch_size, seq_len = point.row.gate_shape or (None, None)
     return {
         "size": point.size,
-        **{name: getattr(point.row, name) for name in _POINT_FIELDS},
+        **_row_record(point.row, _POINT_FIELDS),
         "out_of_memory": point.out_of_memory,
         "predicted_mb": point.predicted_mb,
         "gate_batch_size": batch_size,

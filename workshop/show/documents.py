@@ -150,7 +150,7 @@ def _spreads(runs: list[RunResult], configs: list[str]) -> str:
 def _spread(rows: list[Row]) -> str:
     """V1's step and the fastest version's, at one size, over all sessions."""
     timed = [
-        (row.step_ms, row.speedup, row.version)
+        (row.step_ms, row.speedup.value, row.version)
         for row in rows
         if row.step_ms and row.speedup and not row.variant
     ]
@@ -235,7 +235,7 @@ def _gains(row: str, version: str, found: Sequence[falls.Waterfall]) -> str:
     titles = {title for code, what, title in rungs if (code, what) == (version, idea)}
     # A gain over an earlier rung, where the one before was not timed, is that of several ideas.
     gains = {
-        one.config: ratio(step.gain, step.gain_ci, SAME)
+        one.config: ratio(step.gain, SAME)
         for one in found
         for last, step in itertools.pairwise(one.steps)
         if step.rung.version == version and step.rung.title in titles

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from workshop import labs
-from workshop.compare.rows import ONE_PROCESS, ratio
+from workshop.compare.rows import ONE_PROCESS, ratio, ratio_fields
 from workshop.errors import printable
 from workshop.labs import LabRow
 from workshop.results import FAIL, NOT_AUDITED, SKIPPED
@@ -75,7 +75,7 @@ def speedup_text(row: LabRow) -> str:
     `1.80x (1 process)`, `baseline`, or a dash."""
     if row.is_baseline and row.times:
         return "baseline"
-    return ratio(row.speedup.value, row.speedup.interval) if row.speedup else "-"
+    return ratio(row.speedup)
 
 
 def _cells(row: LabRow) -> list[str]:
@@ -132,7 +132,7 @@ def implausible(row: LabRow) -> list[str]:
 
 
 def _record(row: LabRow) -> dict[str, Any]:
-    first, speedup = row.first, row.speedup
+    first = row.first
     p50, p90, p99 = _percentiles(row)
     return {
         "lab": first.lab,
@@ -150,8 +150,7 @@ def _record(row: LabRow) -> dict[str, Any]:
         "p50_ms": p50,
         "p90_ms": p90,
         "p99_ms": p99,
-        "speedup": speedup.value if speedup else None,
-        "speedup_ci": list(speedup.interval) if speedup and speedup.interval else None,
+        **ratio_fields("speedup", row.speedup),
         "peak_memory_mb": row.peak_memory_mb,
         "units_per_s_per_gb": row.units_per_s_per_gb,
         "tflops": row.tflops,

@@ -142,8 +142,7 @@ def _saved(group: Group) -> list[Table]:
     names = (*results.PHASE_TIMES, "step_ms")
     lines = []
     for row in others:
-        low, high = row.speedup_ci or (1.0, 1.0)
-        if row.session == baseline.session and not low <= 1 <= high:
+        if row.session == baseline.session and row.speedup and row.speedup.significant:
             pairs = [(getattr(baseline, name), getattr(row, name)) for name in names]
             saved = ["-" if None in pair else f"{pair[0] - pair[1]:,.2f}" for pair in pairs]
             lines.append(Line([row.label, *saved]))
@@ -210,7 +209,7 @@ def _in_a_word(row: Row | None, baseline: Row | None) -> str:
     if row.speedup is None or speedup == "baseline":
         return step
     elsewhere = baseline is not None and row.session != baseline.session
-    over = f" over {row.speedup * row.step_ms:,.2f} ms" if elsewhere else ""
+    over = f" over {row.speedup.value * row.step_ms:,.2f} ms" if elsewhere else ""
     return f"{step}, {speedup.replace('no significant difference', 'no difference')}{over}"
 
 
@@ -220,7 +219,7 @@ def speedups(groups: Sequence[Group]) -> list[Chart]:
         (group.size, row)
         for group in groups
         for row in group.rows
-        if row.speedup and row.speedup_ci and row.speedup_text() != "baseline"
+        if row.speedup and row.speedup.interval and row.speedup_text() != "baseline"
     ]
     files = tuple(path for group in groups for path in group.files)
     return [charts.speedups_chart("speedups", rows, files)] if rows else []

@@ -278,10 +278,10 @@ def main_group(groups: Sequence[Group]) -> Group | None:
 
 def headline(rows: Sequence[Row]) -> str:
     """The best that was proven, in a sentence; empty if nothing was."""
-    proven = [row for row in rows if row.speedup_ci and row.speedup_ci[0] > 1]
-    if not proven:
+    found = [(row.speedup.value, row) for row in rows if row.speedup and row.speedup.significant]
+    value, best = max(found, key=lambda pair: pair[0], default=(0.0, None))
+    if best is None or value <= 1:
         return ""
-    best = max(proven, key=lambda row: row.speedup or 0.0)
     sentence = f"{best.label.upper()} is {best.speedup_text()} as fast as {BASELINE.upper()}"
     if best.memory_reduction:
         how = "less" if best.memory_reduction > 0 else "more"
@@ -297,7 +297,9 @@ def _sentences(parts: Sequence[Part], shelves: Sequence[Shelf], shown: Group | N
     says = "No timed run of a version is shown."
     if shown:
         where = f"at {shown.size}, on {shown.device}"
-        tested = any(row.speedup_ci for row in shown.rows if row.version != BASELINE)
+        tested = any(
+            row.speedup and row.speedup.interval for row in shown.rows if row.version != BASELINE
+        )
         slow = "no version is significantly faster than V1"
         once = "no speed-up has an interval, which takes two processes of each version"
         best = headline(shown.rows) or (slow if tested else once)
