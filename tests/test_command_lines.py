@@ -23,7 +23,7 @@ from labs.cifar10_roofline import step as cifar_step
 from labs.inference_benchmark import measure
 from labs.inference_benchmark.modes import Variant
 from workshop import errors, records
-from workshop.arguments import count, seed_number
+from workshop.arguments import count
 from workshop.compare import sessions
 from workshop.exercises import sheet
 from workshop.gate import canonical, parity
@@ -72,8 +72,8 @@ each_program = pytest.mark.parametrize(
 )
 PROFILE = str(ROOT / "tests/fixtures/profilers/proton/h200_proton.hatchet")
 TRACE = str(ROOT / "tests/fixtures/profilers/kineto/h200_small_2layer_trace.json.gz")
-NUMBERS = {count: ("0", "1e23", "text"), seed_number: ("-1", "1e23", "text")}
-"""Wrong values of an argument, by its type, where they are not those of every number."""
+NUMBERS = {count: ("0", "1e23", "text"), "--seed": ("-1", str(2**63), "text")}
+"""Wrong values by an argument's type or its flag, where they are not those of every number."""
 NO_NAME = "no such name\x1b[31m"
 """Steers a terminal, too."""
 BENCHMARK = "labs/inference_benchmark/micro_benchmarking_pytorch.py"
@@ -291,7 +291,7 @@ def wrong(program: str, action: argparse.Action) -> Iterator[list[str]]:
         values = ["file/below", "x" * 300]
     else:
         kind = getattr(action.type, "func", action.type)
-        values = list(NUMBERS.get(kind, ("nan", "text")))
+        values = list(NUMBERS.get(flag, NUMBERS.get(kind, ("nan", "text"))))
     yield from (size * [value] for value in ["", " ", *values])
 
 
