@@ -72,8 +72,8 @@ each_program = pytest.mark.parametrize(
 )
 PROFILE = str(ROOT / "tests/fixtures/profilers/proton/h200_proton.hatchet")
 TRACE = str(ROOT / "tests/fixtures/profilers/kineto/h200_small_2layer_trace.json.gz")
-NUMBERS = {count: ("0", "1e23", "text"), int: ("nan", "text"), float: ("nan", "text")}
-"""Wrong values, by an argument's type."""
+NUMBERS = {count: ("0", "1e23", "text"), "--seed": ("-1", str(2**63), "text")}
+"""Wrong values by an argument's type or its flag, where they are not those of every number."""
 NO_NAME = "no such name\x1b[31m"
 """Steers a terminal, too."""
 BENCHMARK = "labs/inference_benchmark/micro_benchmarking_pytorch.py"
@@ -82,8 +82,6 @@ ROOFLINE_LAB = "labs/cifar10_roofline/roofline/"
 PLOT = f"{ROOFLINE_LAB}plot_roofline.py"
 CPU_PROFILE = str(ROOT / "results/reference/cpu_amd_epyc/profiles/v4/pytorch_profiler")
 NCU_CSV = str(ROOT / "tests/fixtures/profilers/ncu/ncu_raw_h200.csv")
-OWN_NUMBERS = {"analysis_tools/regression_tester.py"}
-"""Programs with a type of number of their own."""
 ANYTHING = {
     ("analysis_tools/roofline_analysis.py", "--results"),  # made when ceilings are measured
     ("workshop/exercises/__main__.py", "--results-dir"),  # made when progress is saved
@@ -291,10 +289,9 @@ def wrong(program: str, action: argparse.Action) -> Iterator[list[str]]:
         values = [NO_NAME]
     elif action.type is Path:
         values = ["file/below", "x" * 300]
-    elif program in OWN_NUMBERS:
-        values = ["text"]
     else:
-        values = list(NUMBERS[getattr(action.type, "func", action.type)])
+        kind = getattr(action.type, "func", action.type)
+        values = list(NUMBERS.get(flag, NUMBERS.get(kind, ("nan", "text"))))
     yield from (size * [value] for value in ["", " ", *values])
 
 

@@ -24,7 +24,7 @@ SCRIPT = ROOT / "results" / "reference" / "measure.sh"
 PARSERS = {
     "compare_versions.py": lambda: parser_of(compare_versions.Options),
     "roofline_analysis.py": lambda: parser_of(roofline_analysis.Options),
-    "workshop.kernels.benchmark": benchmark.build_parser,
+    "workshop.kernels.benchmark": lambda: parser_of(benchmark.Options),
     "micro_benchmarking_pytorch.py": request.build_parser,
     "torch_tensor_ops_bench.py": torch_tensor_ops_bench.build_parser,
     "measure_table.py": measure_table.build_parser,

@@ -14,7 +14,7 @@ import dataclasses
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from workshop import errors
@@ -39,6 +39,12 @@ def option(help: str, default: Any = None, **how: Any) -> Any:
 def argument(help: str, **how: Any) -> Any:
     """A field that the command line gives by its place; one that is a list takes the rest."""
     return dataclasses.field(metadata={"help": help, "positional": True, **how})
+
+
+def some_of(known: Iterable[str], metavar: str, default: Iterable[str] = ()) -> Any:
+    """A field that takes one or more of the known words: by default these, or else all."""
+    help = f"of {', '.join(known)}" + ("" if default else " (default: all)")
+    return option(help, [*(default or known)], choices=[*known], metavar=metavar)
 
 
 def add_options(parser: argparse._ActionsContainer, kind: type[Any]) -> None:
@@ -155,8 +161,13 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
     return arguments
 
 
-def count(text: str, most: int = MOST) -> int:
-    """An argument's type: a whole number from 1 to `most`."""
-    if not text.isdecimal() or not 1 <= float(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 to {most:,}")
+def count(text: str, most: int = MOST, least: int = 1) -> int:
+    """An argument's type: a whole number from `least` to `most`."""
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from {least} to {most:,}")
     return int(text)
+
+
+def seed_number(text: str) -> int:
+    """An argument's type: a seed that every generator of PyTorch takes."""
+    return count(text, most=2**63 - 1, least=0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from workshop import results
-from workshop.arguments import add_options, option
+from workshop.arguments import add_options, option, seed_number
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.results import RunResult, Value
 from workshop.run import data, flops, hardware, interpreter, trainer
@@ -90,7 +90,7 @@ class Flags:
         "Triton's interpreter)"
     )
     learning_rate: float = option("AdamW's", 3e-4)
-    seed: int = option("of weights and batches", 42)
+    seed: int = option("of weights and batches", 42, type=seed_number)
     precision: str = option(
         f"{', '.join(LADDER)} (docs/fp8.md); auto is bf16 on a GPU that has it, else fp32 "
         "(default auto)",
@@ -198,8 +198,6 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         if value is not None and not 0 < value < 1e30:  # what AdamW computes with in fp32
             flag = name.replace("_", "-")
             raise WorkshopError(f"--{flag} {value}: it must be a positive number below 1e30")
-    if not 0 <= arguments.seed < 2**63:
-        raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
     if arguments.text_file is not None and arguments.data != "text":
         raise WorkshopError("--text-file goes with --data text")
     if arguments.profile_steps and (arguments.num_steps or arguments.no_gate):

@@ -70,16 +70,14 @@ def alternate(plans: Sequence[Plan], repeats: int) -> list[Plan]:
 
 
 def check(asked: Asked) -> tuple[torch.device, list[str], list[str]]:
-    """The device, presets and precisions that are asked for. Raises WorkshopError: one of them, a
-    count or the seed is invalid."""
+    """The device, presets and precisions that are asked for. Raises WorkshopError: one of them or
+    a count is invalid."""
     limits = (("num_steps", 10**6), ("warmup_steps", 10**6), ("repeats", 1000), ("jobs", 1000))
     for name, most in limits:
         value = getattr(asked, name)
         if not 1 <= value <= most:
             bound = "at least 1" if value < 1 else f"at most {most:,}"
             raise WorkshopError(f"{flag(name)} {value}: it must be {bound}")
-    if not 0 <= asked.seed < 2**63:
-        raise WorkshopError(f"--seed {asked.seed}: it must lie between 0 and 2^63")
     device = hardware.get_device(asked.device)
     configs = list(dict.fromkeys(asked.config or [presets.default_preset(device.type)]))
     for config in configs:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from workshop import results, versions
-from workshop.arguments import option
+from workshop.arguments import option, seed_number
 from workshop.request import PHASES, USUAL, begun, execution
 from workshop.results import RunResult
 from workshop.run import hardware, presets, trainer
@@ -42,7 +42,7 @@ class Asked:
     jobs: int = option("processes that prepare at the same time; each is timed alone", 1)
     device: str = option("auto, cpu, cuda or cuda:N (default auto: GPU if any)", "auto")
     data: str = option("where batches are drawn from", "text", choices=("text", "synthetic"))
-    seed: int = option("of weights and batches", 42)
+    seed: int = option("of weights and batches", 42, type=seed_number)
     output_dir: Path = option(
         "the runs go to OUTPUT_DIR/runs/ (default: results/ of this checkout)",
         results.DEFAULT_FOLDER,

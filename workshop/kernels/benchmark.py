@@ -16,6 +16,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
@@ -26,8 +27,8 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 import torch
 
 from workshop import errors, records, results, tables, versions
-from workshop.arguments import count, parse
-from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.arguments import count, option, run, seed_number, some_of
+from workshop.errors import NotOnThisMachine
 from workshop.judge import lab_record
 from workshop.kernels import rows
 from workshop.kernels.calls import Setting
@@ -38,74 +39,73 @@ from workshop.labs import KERNELS
 from workshop.run import hardware, interpreter
 from workshop.run.precision import get_precision
 
-DEFAULT_FOLDER = results.DEFAULT_FOLDER / "kernels"
 ROUNDS, QUICK_ROUNDS = 20, 5
 """Timed turns of each implementation."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    assert __doc__
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n    python")[0],
+@dataclass
+class Options:
+    op: list[str] = some_of(OPS, "NAME")
+    quick: bool = option("the first size of each operation, fewer rounds")
+    drawn: int | None = option(
+        "N sizes drawn by --seed, of the operations in turn, in the place of ours", type=count
+    )
+    precision: str = option(
+        "of the tensors; auto is bf16 on a GPU that has it, else fp32 (default auto)",
+        "auto",
+        choices=("auto", "bf16", "fp16", "fp32"),
+    )
+    seed: int = option("of the sizes that --drawn draws", 42, type=seed_number)
+    output_dir: Path = option(
+        "for the result file, with all samples (default: results/kernels of this checkout)",
+        results.DEFAULT_FOLDER / "kernels",
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run(
+        Options,
+        _benchmark,
+        argv,
+        interrupted="interrupted before a size was complete: nothing saved",
+        description=(__doc__ or "").split("\n\n    python")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit status: 0 done, 1 a kernel of ours is wrong or does not run, 2 wrong usage,\n"
         "77 Triton or rich is missing, 130 interrupted (what was completed is saved and shown).",
     )
-    add = parser.add_argument
-    ops, what = list(OPS), f"of {', '.join(OPS)} (default: all)"
-    add("--op", nargs="+", choices=ops, default=ops, metavar="NAME", help=what)
-    add("--quick", action="store_true", help="the first size of each operation, fewer rounds")
-    what = "N sizes drawn by --seed, of the operations in turn, in the place of ours"
-    add("--drawn", type=count, metavar="N", help=what)
-    what = "of the tensors; auto is bf16 on a GPU that has it, else fp32 (default auto)"
-    add("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help=what)
-    add("--seed", type=int, default=42, help="of the sizes that --drawn draws (default 42)")
-    what = "for the result file, with all samples (default: results/kernels of this checkout)"
-    add("--output-dir", type=Path, default=DEFAULT_FOLDER, help=what)
-    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse(build_parser(), argv)
-    return errors.exit_status(
-        lambda: _benchmark(arguments),
-        interrupted="interrupted before a size was complete: nothing saved",
-    )
-
-
-def _benchmark(arguments: argparse.Namespace) -> int:
-    if not 0 <= arguments.seed < 2**63:
-        raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
+def _benchmark(options: Options) -> int:
     errors.require("rich")
     if reason := versions.missing(versions.get_version("v3")):
         raise NotOnThisMachine(reason)
     interpreted = interpreter.asked_for() or not torch.cuda.is_available()
-    if arguments.drawn and interpreted:
+    if options.drawn and interpreted:
         raise NotOnThisMachine("--drawn: these sizes take a GPU, and the kernels are interpreted")
     device = hardware.get_device("cpu" if interpreted else "auto")
-    precision = get_precision(arguments.precision, device)
+    precision = get_precision(options.precision, device)
     precision.set_matmul_mode()
     setting = Setting(device, precision)
-    results.prepare_folder(arguments.output_dir)
-    if arguments.drawn:
-        cases = draw_cases(arguments.op, arguments.drawn, arguments.seed)
+    results.prepare_folder(options.output_dir)
+    if options.drawn:
+        cases = draw_cases(options.op, options.drawn, options.seed)
     else:
-        cases = make_cases(arguments.op, timed=not interpreted, quick=arguments.quick)
+        cases = make_cases(options.op, timed=not interpreted, quick=options.quick)
     timed = not interpreted
-    first = lab_record.of_calls(device, precision, KERNELS, timed=timed, seed=arguments.seed)
+    first = lab_record.of_calls(device, precision, KERNELS, timed=timed, seed=options.seed)
     first.baseline = PLAIN
     if importlib.util.find_spec("liger_kernel") is not None:
         first.software["liger_kernel"] = importlib.metadata.version("liger-kernel")
-    path = records.path_in(arguments.output_dir, first.session)
+    path = records.path_in(options.output_dir, first.session)
     measured: list[Row] = []
-    rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
+    rounds = QUICK_ROUNDS if options.quick else ROUNDS
     judge = Judge(setting, rounds if timed else 0, first)
     interrupted = False
     try:
         for case in tables.tracked(cases, "operations"):
-            for run in judge.measure(case):
-                records.save(run, path)
-                measured.append(Row((run,)))
+            for record in judge.measure(case):
+                records.save(record, path)
+                measured.append(Row((record,)))
     except KeyboardInterrupt:
         interrupted = True
         if not measured:

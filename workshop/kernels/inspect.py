@@ -5,7 +5,6 @@ the chosen chip instead of launched. So what is shown is what would run there: w
 at the sizes of the presets.
 """
 
-import argparse
 import dataclasses
 import importlib
 import itertools
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 from workshop import errors, results, tables, versions
-from workshop.arguments import parse
+from workshop.arguments import option, run, some_of
 from workshop.errors import WorkshopError
 from workshop.kernels import offline
 from workshop.kernels.offline import CHIPS, KIB, Chip, Kernel, Launch, get_chip
@@ -41,7 +40,17 @@ from workshop.run.precision import PRECISIONS, Precision
 from workshop.tables import number
 
 SCHEMA_VERSION = 1
-DEFAULT_TARGETS = ("gfx90a", "gfx942", "gfx950", "sm_90")
+
+
+@dataclasses.dataclass
+class Options:
+    target: list[str] = some_of(CHIPS, "CHIP", ("gfx90a", "gfx942", "gfx950", "sm_90"))
+    config: list[str] = some_of(presets.PRESETS, "PRESET")
+    precision: list[str] = some_of(PRECISIONS, "P", ("bf16", "fp32"))
+    kernel: str = option("only kernels with NAME in their name", "", metavar="NAME")
+    asm: Path | None = option("write each kernel's assembly to a file in DIR", metavar="DIR")
+    json: Path | None = option("write all numbers to FILE, for programs", metavar="FILE")
+
 
 # --- a target, in a process of its own -----------------------------------------------------------
 
@@ -54,7 +63,7 @@ class Answer(NamedTuple):
     triton: str
 
 
-def inspect_target(target: str, arguments: argparse.Namespace) -> Answer:
+def inspect_target(target: str, options: Options) -> Answer:
     """Compiles V3's kernels for one target. Triton reads its environment when it is imported and
     keeps what it compiled for the current device: call it once in a process."""
     os.environ["TRITON_INTERPRET"] = "0"
@@ -64,14 +73,14 @@ def inspect_target(target: str, arguments: argparse.Namespace) -> Answer:
     offline.prepare_operators()
     found: dict[str, Kernel] = {}
     names: set[str] = set()
-    for precision, config in itertools.product(arguments.precision, arguments.config):
+    for precision, config in itertools.product(options.precision, options.config):
         used_by = f"{precision} {config}"
-        for launch in run_specimens(chip, PRECISIONS[precision], config, arguments.kernel):
+        for launch in run_specimens(chip, PRECISIONS[precision], config, options.kernel):
             names.add(launch.kernel)
             if launch.key and launch.key not in found:
                 kernel = found[launch.key] = offline.read_kernel(chip, launch, used_by)
-                if arguments.asm is not None and launch.compiled is not None:
-                    kernel.assembly = write_assembly(chip, launch, kernel, arguments.asm)
+                if options.asm is not None and launch.compiled is not None:
+                    kernel.assembly = write_assembly(chip, launch, kernel, options.asm)
             elif launch.key and used_by not in found[launch.key].used_by:
                 found[launch.key].used_by.append(used_by)
     return Answer(list(found.values()), names, str(importlib.import_module("triton").__version__))
@@ -143,7 +152,7 @@ class CompilerCrashed(WorkshopError):
     exit_code = errors.ANSWER_IS_NO
 
 
-def inspect_all(arguments: argparse.Namespace) -> list[Answer]:
+def inspect_all(options: Options) -> list[Answer]:
     """Every target in a process of its own, up to one for each core at a time.
 
     Raises:
@@ -151,19 +160,19 @@ def inspect_all(arguments: argparse.Namespace) -> list[Answer]:
     """
     threads = ThreadPoolExecutor(os.cpu_count())
     try:
-        found = threads.map(lambda target: _in_process(target, arguments), arguments.target)
-        return list(tables.tracked(found, "compiling", len(arguments.target)))
+        found = threads.map(lambda target: _in_process(target, options), options.target)
+        return list(tables.tracked(found, "compiling", len(options.target)))
     finally:
         threads.shutdown(cancel_futures=True)
 
 
-def _in_process(target: str, arguments: argparse.Namespace) -> Answer:
+def _in_process(target: str, options: Options) -> Answer:
     context = multiprocessing.get_context("spawn")
     # At Ctrl-C the process ends at once, even while it compiles.
     at_interrupt = signal.SIGINT, signal.SIG_DFL
     try:
         with ProcessPoolExecutor(1, context, signal.signal, at_interrupt) as process:
-            return process.submit(inspect_target, target, arguments).result()
+            return process.submit(inspect_target, target, options).result()
     except BrokenProcessPool:
         raise CompilerCrashed(
             f"target {target}: Triton's compiler crashed; --kernel NAME finds out on which kernel"
@@ -291,53 +300,36 @@ def notes(chip: Chip, kernels: list[Kernel]) -> Iterator[str]:
 # --- the command ---------------------------------------------------------------------------------
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def main(argv: list[str] | None = None) -> int:
+    return run(
+        Options,
+        _inspect,
+        argv,
+        interrupted="interrupted: nothing is shown or written before all is compiled",
         description=" ".join((__doc__ or "").split("\n\n")[0].split()),
         epilog="Exit status: 0 every kernel compiles, fits and spills nothing into memory, 1 one "
         "does not, 2 wrong usage, 77 Triton is missing, 130 interrupted.",
     )
-    add = parser.add_argument
-    for flag, known, default, metavar in (
-        ("--target", CHIPS, list(DEFAULT_TARGETS), "CHIP"),
-        ("--config", presets.PRESETS, list(presets.PRESETS), "PRESET"),
-        ("--precision", PRECISIONS, ["bf16", "fp32"], "P"),
-    ):
-        words = "all" if default == list(known) else " ".join(default)
-        text = f"of {', '.join(known)} (default: {words})"
-        add(flag, nargs="+", choices=known, default=default, metavar=metavar, help=text)
-    add("--kernel", default="", metavar="NAME", help="only kernels with NAME in their name")
-    add("--asm", type=Path, metavar="DIR", help="write each kernel's assembly to a file in DIR")
-    add("--json", type=Path, metavar="FILE", help="write all numbers to FILE, for programs")
-    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse(build_parser(), argv)
-    return errors.exit_status(
-        lambda: _inspect(arguments),
-        interrupted="interrupted: nothing is shown or written before all is compiled",
-    )
-
-
-def _inspect(arguments: argparse.Namespace) -> int:
+def _inspect(options: Options) -> int:
     for name in ("target", "config", "precision"):  # drops what is named twice
-        setattr(arguments, name, list(dict.fromkeys(getattr(arguments, name))))
+        setattr(options, name, list(dict.fromkeys(getattr(options, name))))
     errors.require("triton", "rich")
-    if arguments.asm is not None:
-        results.prepare_folder(arguments.asm, "--asm")
-    if arguments.json is not None:
-        results.prepare_file(arguments.json, "--json")
-    answers = inspect_all(arguments)
+    if options.asm is not None:
+        results.prepare_folder(options.asm, "--asm")
+    if options.json is not None:
+        results.prepare_file(options.json, "--json")
+    answers = inspect_all(options)
     names = sorted({name for answer in answers for name in answer.names})
     kernels = [kernel for answer in answers for kernel in answer.kernels]
     if not kernels:
         raise WorkshopError(
-            f"--kernel {arguments.kernel}: no kernel is called that; V3 has {', '.join(names)}"
+            f"--kernel {options.kernel}: no kernel is called that; V3 has {', '.join(names)}"
         )
-    if arguments.json is not None:
-        results.write_json(arguments.json, as_json(kernels))
-    for target, answer in zip(arguments.target, answers, strict=True):
+    if options.json is not None:
+        results.write_json(options.json, as_json(kernels))
+    for target, answer in zip(options.target, answers, strict=True):
         show(get_chip(target), answer.kernels)
     faulty = sum(bool(kernel.faults) for kernel in kernels)
     verdict = (

@@ -4,7 +4,6 @@ A stage imports this first, since V3 chooses between Triton's compiler and its i
 Triton is imported.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import math
@@ -12,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,11 +26,11 @@ if Path(sys.argv[0]).resolve().parent == HERE:  # a stage was started
     import_torch()
 
 import torch  # noqa: E402
-from debug_results import StageResult, add_flags, save  # noqa: E402
+from debug_results import Flags, StageResult, save  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from workshop import errors, results, versions  # noqa: E402
-from workshop.arguments import parse  # noqa: E402
+from workshop.arguments import option, run  # noqa: E402
 from workshop.cli import leave_if_missing  # noqa: E402
 from workshop.gate import canonical, parity  # noqa: E402
 from workshop.run import data, hardware, interpreter, presets, timing  # noqa: E402
@@ -84,6 +84,13 @@ INTERPRETED_SIZE = Size(
 )  # fmt: skip
 
 
+@dataclass
+class Options(Flags):
+    gate: bool = option(
+        "train nothing: compare logits, gradients and a short training with V1's, from V1's weights"
+    )
+
+
 def main(stage: str, build: Build, *, timed_steps: TimedSteps | None = None) -> int:
     """The command line of a stage; the exit status.
 
@@ -92,37 +99,28 @@ def main(stage: str, build: Build, *, timed_steps: TimedSteps | None = None) -> 
         build: its model.
         timed_steps: its clock; the workshop's own if there is none.
     """
-    parser = argparse.ArgumentParser(
+    return run(
+        Options,
+        partial(_main, Path(stage).stem, build, timed_steps or clocked_steps),
+        interrupted="interrupted: nothing saved",
         prog=Path(stage).name,
         description="Trains one stage and saves what was measured.",
         epilog="Exit status: 0 done, 1 --gate: the gate failed, 2 wrong usage, 77 Triton is "
         "missing, 130 interrupted.",
     )
-    parser.add_argument(
-        "--gate",
-        action="store_true",
-        help="train nothing: compare logits, gradients and a short training with V1's, from V1's "
-        "weights",
-    )
-    add_flags(parser)
-    arguments = parse(parser)
-    return errors.exit_status(
-        lambda: _main(Path(stage).stem, build, timed_steps or clocked_steps, arguments),
-        interrupted="interrupted: nothing saved",
-    )
 
 
-def _main(stage: str, build: Build, timed_steps: TimedSteps, arguments: argparse.Namespace) -> int:
-    device = hardware.get_device(arguments.device)
+def _main(stage: str, build: Build, timed_steps: TimedSteps, options: Options) -> int:
+    device = hardware.get_device(options.device)
     version = versions.get_version("v3")
     interpreter.check_device(version, device)
     size = INTERPRETED_SIZE if interpreter.serves(version, device) else GPU_SIZE
     print(f"{stage}: {size.batch_size} x {size.seq_len} tokens, {hardware.device_name(device)}")
-    if arguments.gate:
+    if options.gate:
         return _gate(build, size, device)
-    results.prepare_folder(arguments.output_dir)
+    results.prepare_folder(options.output_dir)
     measured = measure(stage, build, size, device, timed_steps=timed_steps)
-    print(f"Result: {save(measured, arguments.output_dir)}")
+    print(f"Result: {save(measured, options.output_dir)}")
     return errors.DONE
 
 

@@ -1,12 +1,12 @@
 """The stages' result files, and the metrics that they show."""
 
-import argparse
 import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from workshop import results
+from workshop.arguments import option
 from workshop.results import Positive, RunResult
 from workshop.run import timing
 
@@ -32,19 +32,15 @@ METRICS = {
 COUNTS = ("tensors_with_grad", "launches", "programs")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+@dataclass
+class Flags:
     """Flags of a stage and of all: where they run, and where their results go."""
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="default auto: the first GPU, if any",
+
+    device: str = option(
+        "default auto: the first GPU, if any", "auto", choices=("auto", "cpu", "cuda")
     )
-    parser.add_argument(
-        "--output-dir",
-        type=Path,
-        default=FOLDER,
-        help="where result files go (default: results/performance_debugging)",
+    output_dir: Path = option(
+        "where result files go (default: results/performance_debugging)", FOLDER
     )
 
 

@@ -4,12 +4,12 @@
 The tables are made from the result files alone. What the metrics mean is for you to find out.
 """
 
-import argparse
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +22,10 @@ if __name__ == "__main__":
 
     import_torch()
 
-from debug_results import StageResult, add_flags, load_all  # noqa: E402
+from debug_results import Flags, StageResult, load_all  # noqa: E402
 
-from workshop import errors, results  # noqa: E402
-from workshop.arguments import parse  # noqa: E402
+from workshop import arguments, errors, results  # noqa: E402
+from workshop.arguments import argument, option  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
 from workshop.run import processes  # noqa: E402
 
@@ -46,39 +46,40 @@ def stage_files() -> dict[str, Path]:
     return {path.name[len("stage")]: path for path in sorted(HERE.glob("stage[1-9]_*.py"))}
 
 
+@dataclass(kw_only=True)
+class Options(Flags):
+    stages: list[str] = argument(
+        "1 to 6 (default: all); the table also has those that were run before",
+        nargs="*",
+        metavar="STAGE",
+    )
+    show: bool = option("run nothing: print the tables again")
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    return arguments.run(
+        Options,
+        _main,
+        argv,
+        interrupted="interrupted: finished stages are kept; --show prints them",
         prog="run_all_stages.sh",
         description="Runs the stages and prints what was measured.",
         epilog="Exit status: 0 done, 1 a stage failed, 2 wrong usage, 77 Triton is missing, "
         "130 interrupted (finished stages are saved).",
     )
-    parser.add_argument(
-        "stages",
-        nargs="*",
-        metavar="STAGE",
-        help="1 to 6 (default: all); the table also has those that were run before",
-    )
-    parser.add_argument("--show", action="store_true", help="run nothing: print the tables again")
-    add_flags(parser)
-    arguments = parse(parser, argv)
-    return errors.exit_status(
-        lambda: _main(arguments),
-        interrupted="interrupted: finished stages are kept; --show prints them",
-    )
 
 
-def _main(arguments: argparse.Namespace) -> int:
+def _main(options: Options) -> int:
     errors.require("rich")
-    folder, known = arguments.output_dir, stage_files()
-    unknown = [name for name in arguments.stages if name not in known]
+    folder, known = options.output_dir, stage_files()
+    unknown = [name for name in options.stages if name not in known]
     if unknown:
         raise WorkshopError(f"stage {unknown[0]!r}: choose from 1 to {len(known)}")
     failed = False
-    if not arguments.show:
+    if not options.show:
         results.prepare_folder(folder)
-        for number in dict.fromkeys(arguments.stages or known):
-            failed |= not run(known[number], arguments.device, folder)
+        for number in dict.fromkeys(options.stages or known):
+            failed |= not run(known[number], options.device, folder)
     found = load_all(folder)
     if not found and not failed:
         raise WorkshopError(f"{folder}: no stage has been run: leave --show out")

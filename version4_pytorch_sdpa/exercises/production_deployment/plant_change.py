@@ -2,7 +2,6 @@
 """Copies V4's result files with a change planted in them, to see whether a regression check finds
 it. What it writes is made up: keep it out of results/."""
 
-import argparse
 import dataclasses
 import sys
 from pathlib import Path
@@ -14,37 +13,37 @@ if __name__ == "__main__":
     import_torch()
 
 from workshop import errors, records, results
-from workshop.arguments import parse
+from workshop.arguments import argument, option, run
 from workshop.errors import WorkshopError
 from workshop.results import RunResult
 
 MOST_PERCENT = 10**6
 
 
+@dataclasses.dataclass
+class Options:
+    source: Path = argument("a folder of result files", metavar="FROM")
+    target: Path = argument("a folder for the changed ones", metavar="TO")
+    percent: float = option("how much slower a step is (default 0)", 0.0)
+    device: str | None = option("the name of another device", metavar="NAME")
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split()))
-    parser.add_argument("source", type=Path, metavar="FROM", help="a folder of result files")
-    parser.add_argument("target", type=Path, metavar="TO", help="a folder for the changed ones")
-    parser.add_argument(
-        "--percent", type=float, default=0.0, help="how much slower a step is (default 0)"
-    )
-    parser.add_argument("--device", metavar="NAME", help="the name of another device")
-    arguments = parse(parser, argv)
-    return errors.exit_status(lambda: plant(arguments), interrupted="interrupted")
+    return run(Options, plant, argv, interrupted="interrupted", description=__doc__)
 
 
-def plant(a: argparse.Namespace) -> int:
+def plant(a: Options) -> int:
     """Writes the copies."""
     if not -100 < a.percent <= MOST_PERCENT:
         raise WorkshopError(f"--percent {a.percent}: it must be between -100 and {MOST_PERCENT:,}")
-    runs = [run for run in records.load_folder(a.source, RunResult) if run.version == "v4"]
+    runs = [one for one in records.load_folder(a.source, RunResult) if one.version == "v4"]
     if not runs:
         raise WorkshopError(f"{a.source}: no results of V4 in it")
     results.prepare_folder(a.target)
-    for number, run in enumerate(runs):
-        times = [time * (1 + a.percent / 100) for time in run.step_ms]
-        device = run.device | ({"name": a.device} if a.device else {})
-        changed = dataclasses.replace(run, step_ms=times, device=device)
+    for number, one in enumerate(runs):
+        times = [time * (1 + a.percent / 100) for time in one.step_ms]
+        device = one.device | ({"name": a.device} if a.device else {})
+        changed = dataclasses.replace(one, step_ms=times, device=device)
         records.save(changed, a.target / f"planted_{number}.jsonl")
     print(f"Written: {len(runs)} results of V4 into {a.target}, with a change planted in them")
     return errors.DONE
