@@ -51,15 +51,6 @@ def add_repeats(add: Add) -> None:
     )
 
 
-def track(items: Sequence[T], what: str, *, quiet: bool = False) -> Iterable[T]:
-    """The items, with a progress bar where stderr is a terminal."""
-    from rich.console import Console
-    from rich.progress import track as bar
-
-    console = Console(stderr=True)
-    return bar(items, what, console=console, disable=quiet or not console.is_terminal)
-
-
 def refuse(rules: Mapping[str, object]) -> None:
     """Raises WorkshopError with the first sentence whose value is true: a rule that is broken."""
     for sentence, broken in rules.items():
