@@ -120,13 +120,22 @@ def told(runs: Iterable[LabRun], outcome: Callable[[LabRun], str]) -> tuple[list
     try:
         for run in runs:
             found.append(run)
-            said = outcome(run) if run.status == "complete" else run.failure
-            print(f"{run.subject}, {run.variant}: {said}", flush=True)
+            print(f"{run.subject}, {run.variant}: {said(run, outcome)}", flush=True)
     except KeyboardInterrupt:
         if not found:
             raise
         return found, True
     return found, False
+
+
+def said(run: LabRun, outcome: Callable[[LabRun], str]) -> str:
+    """The outcome of a run, or its failure."""
+    return outcome(run) if run.status == "complete" else run.failure
+
+
+def images_and_gate(run: LabRun) -> str:
+    rate = run.units_per_step / timing.median(run.step_ms) * 1e3
+    return f"{rate:,.0f} images/s; gate {run.gate.status}"
 
 
 def ms_and_gate(run: LabRun, step: str) -> str:

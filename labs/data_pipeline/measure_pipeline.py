@@ -40,7 +40,7 @@ from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge import studies
 from workshop.judge.pipe import Closed
 from workshop.labs import LabRow, LabRun
-from workshop.run import hardware, timing
+from workshop.run import hardware
 from workshop.show import lab_table
 from workshop.tables import Line, Table, number, tracked
 
@@ -261,8 +261,7 @@ def plan(
 
 
 def _outcome(run: LabRun) -> str:
-    rate = run.units_per_step / timing.median(run.step_ms) * 1e3
-    return f"{rate:,.0f} images/s, waits {run.metrics['wait_share']:.0%}; verdict {run.gate.status}"
+    return f"{shared.images_and_gate(run)}; waits {run.metrics['wait_share']:.0%}"
 
 
 # --- what is printed -----------------------------------------------------------------------------
