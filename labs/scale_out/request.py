@@ -9,9 +9,8 @@ from types import ModuleType
 import torch
 
 from labs import shared
-from labs.scale_out import group as groups
+from labs.group import Group, device_name, find_group
 from labs.scale_out import strategies
-from labs.scale_out.group import Group
 from workshop import errors, request, results, versions
 from workshop.arguments import add_options, count, option, parse
 from workshop.errors import NotOnThisMachine
@@ -120,7 +119,7 @@ def read(words: Sequence[str] | None) -> Job:
         WorkshopError: as `check`, or the launcher has not set what it should.
     """
     arguments = parse(build_parser(), words)
-    group = groups.find()
+    group = find_group()
     errors.require(*strategies.packages(arguments.strategy))
     return check(arguments, group, versions.load(arguments.version))
 
@@ -137,7 +136,7 @@ def check(arguments: argparse.Namespace, group: Group, module: ModuleType) -> Jo
     """
     strategy, alone = arguments.strategy, arguments.strategy == "ddp" and group.size == 1
     compiled, version = arguments.compile, versions.get_version(arguments.version)
-    arguments.device = groups.device_name(group, arguments.device)
+    arguments.device = device_name(group, arguments.device)
     if arguments.cuda_graph is None and not alone:
         arguments.cuda_graph = False
     if compiled is None and strategy == "zero3":
