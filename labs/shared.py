@@ -51,15 +51,6 @@ def add_repeats(add: Add) -> None:
     )
 
 
-def track(items: Sequence[T], what: str, *, quiet: bool = False) -> Iterable[T]:
-    """The items, with a progress bar where stderr is a terminal."""
-    from rich.console import Console
-    from rich.progress import track as bar
-
-    console = Console(stderr=True)
-    return bar(items, what, console=console, disable=quiet or not console.is_terminal)
-
-
 def refuse(rules: Mapping[str, object]) -> None:
     """Raises WorkshopError with the first sentence whose value is true: a rule that is broken."""
     for sentence, broken in rules.items():
@@ -129,13 +120,22 @@ def told(runs: Iterable[LabRun], outcome: Callable[[LabRun], str]) -> tuple[list
     try:
         for run in runs:
             found.append(run)
-            said = outcome(run) if run.status == "complete" else run.failure
-            print(f"{run.subject}, {run.variant}: {said}", flush=True)
+            print(f"{run.subject}, {run.variant}: {said(run, outcome)}", flush=True)
     except KeyboardInterrupt:
         if not found:
             raise
         return found, True
     return found, False
+
+
+def said(run: LabRun, outcome: Callable[[LabRun], str]) -> str:
+    """The outcome of a run, or its failure."""
+    return outcome(run) if run.status == "complete" else run.failure
+
+
+def images_and_gate(run: LabRun) -> str:
+    rate = run.units_per_step / timing.median(run.step_ms) * 1e3
+    return f"{rate:,.0f} images/s; gate {run.gate.status}"
 
 
 def ms_and_gate(run: LabRun, step: str) -> str:

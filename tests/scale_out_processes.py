@@ -31,9 +31,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
+from labs.group import RESTARTS, Group, find_group
 from labs.scale_out import audit, collectives, gate, loop, request, strategies, train
 from labs.scale_out import group as groups
-from labs.scale_out.group import Group
 from labs.scale_out.peer_accelerate import Accelerate
 from labs.scale_out.strategies import Ddp, Fsdp, Strategy, Zero
 from workshop import versions
@@ -276,7 +276,7 @@ def check_cases(names: list[str], target: Path) -> int:
     failures."""
     parity.references = _remembering(parity.references)  # type: ignore[assignment]
     audit.train_reference = _remembering(audit.train_reference)
-    groups.join(groups.find(), torch.device("cpu"))
+    groups.join(find_group(), torch.device("cpu"))
     found = {}
     for name in names:
         case = CASES[name]
@@ -374,7 +374,7 @@ def _remembering(references: Callable[..., Any]) -> Callable[..., Any]:
 def train_until_killed(words: list[str], log: str) -> int:
     """Trains, and notes each step of rank 0 in `log`. Rank 1 is killed in its fifth step; started
     again, while it saves its third checkpoint; then no more."""
-    attempt = int(os.environ.get("SLURM_RESTART_COUNT") or os.environ[groups.RESTARTS[0]])
+    attempt = int(os.environ.get("SLURM_RESTART_COUNT") or os.environ[RESTARTS[0]])
     advance, passes, write = loop.Training.advance, Strategy.passes, FileSystemWriter.write_data
     mine = os.environ["RANK"] == "1"
 

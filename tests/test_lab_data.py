@@ -191,7 +191,7 @@ def test_what_a_killed_packing_leaves_is_not_whole(
     kind, items = of(key), expected(copy)
     flags = ("--from", photos, "--size", 24, "--pack", key)
     with monkeypatch.context() as patch:
-        patch.setattr(make_dataset, "track", die_half_way)
+        patch.setattr(make_dataset, "tracked", die_half_way)
         assert forked(lambda: make(copy, *flags)) == -signal.SIGKILL
         assert same(list(kind(copy)), items)  # the earlier file
         path = copy / kind.file_name

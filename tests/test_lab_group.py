@@ -10,10 +10,9 @@ import torch
 from stored_runs import the_run
 from test_lab_scale_out import free_port
 
-from labs.inference_benchmark import group as groups
+from labs.group import VARIABLES, Group
 from labs.inference_benchmark import micro_benchmarking_pytorch as benchmark
 from labs.inference_benchmark import modes, networks, single
-from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.modes import Setting
 from workshop.labs import LabRun
 from workshop.run import hardware
@@ -34,7 +33,7 @@ ARGUMENTS = (
 def test_no_image_is_lost_and_each_counts_the_same(
     batch: int, world_size: int, parts: tuple[int, ...]
 ) -> None:
-    assert Group(world_size=world_size).parts(batch) == parts
+    assert Group(size=world_size).parts(batch) == parts
     settings = [Setting(NETWORK, CPU, n, 1, parts, rank) for rank, n in enumerate(parts)]
     for one in settings:  # DDP divides by the number of processes
         assert one.loss_weight / world_size == pytest.approx(one.batch_size / batch)
@@ -61,8 +60,8 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """The environment that torchrun gives process "1 of 2", or "5 of 8, 4 a machine"."""
     rank, world_size, *local = re.findall(r"\d+", place)
     here = int(local[0]) if local else int(world_size)
-    values = (rank, int(rank) % here, world_size, here)
-    for name, value in zip((*groups.TORCHRUN, "LOCAL_WORLD_SIZE"), values, strict=True):
+    values = (rank, int(rank) % here, world_size, "localhost", 29500, here)
+    for name, value in zip((*VARIABLES, "LOCAL_WORLD_SIZE"), values, strict=True):
         monkeypatch.setenv(name, str(value))
 
 

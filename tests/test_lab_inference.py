@@ -18,6 +18,7 @@ from stored_runs import the_run
 from torch import Tensor, nn
 
 from labs import shared
+from labs.group import Group
 from labs.inference_benchmark import (
     counts,
     gate,
@@ -30,7 +31,6 @@ from labs.inference_benchmark import (
     single,
     studies,
 )
-from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.micro_benchmarking_pytorch import main
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop.errors import WorkshopError

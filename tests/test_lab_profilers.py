@@ -18,7 +18,8 @@ from stored_runs import lab_run
 from test_lab_inference import Variant, bench
 from test_profile_scripts import NVIDIA_GPU, TOOLS, Machine, finished, problems
 
-from labs.inference_benchmark import counts, group, measure, profiling
+from labs.group import Group
+from labs.inference_benchmark import counts, measure, profiling
 from workshop import records
 from workshop.collection import Collection
 from workshop.errors import WorkshopError
@@ -181,7 +182,7 @@ def test_a_trace_of_the_benchmark_has_its_record(tmp_path: Path) -> None:
     ours.run.units_per_step, ours.run.flops_per_step = 8, 8 * ours.counts.flops
     measure.measure(ours, 2, 1)
     lines: list[str] = []
-    profiling.trace(ours, tmp_path, group.Group(), lines.append)
+    profiling.trace(ours, tmp_path, Group(), lines.append)
     path = Path(lines[0].split()[-1])
     record = load.recorded(path)
     assert isinstance(record, LabRun)
@@ -332,7 +333,7 @@ def test_a_module_has_the_operations_and_bytes_of_all_its_calls() -> None:
     one.model = torch.nn.Sequential(Twice())
     one.counts = counts.count(one.model, torch.ones(1, 3, 2, 2))
     latencies = dict.fromkeys(("", "0", "0.conv"), 1.0)
-    *_, block, conv = profiling._report(one, 1, group.Group(), latencies)
+    *_, block, conv = profiling._report(one, 1, Group(), latencies)
     flop, moved, weights = 2 * 2 * 72, 2 * (24 + 24 + 36), 2 * 12
     assert "MACs, 100.0%, " in block and block.endswith(f", {flop / 4 / (moved + weights):.1f}")
     assert "MACs, 100.0%, " in conv and conv.endswith(f", {flop / 4 / (96 + weights):.1f}")

@@ -20,6 +20,7 @@ import pytest
 import torch
 from scale_out_processes import FAULTS, LATE_FAULTS, TRUE, ZERO, ZERO_FAULTS
 
+from labs.group import Group, device_name, of_all
 from labs.scale_out import audit, gate, group, loop, request, train
 from workshop import cli, errors, records, versions
 from workshop.errors import WorkshopError
@@ -238,7 +239,7 @@ def test_a_study_s_groups_pass_their_gates_one_after_the_other(
 
     noted(gate, "passes", gate.passes)
     noted(loop.Training, "get_ready", loop.Training.get_ready)
-    noted(group, "of_all", group.of_all)
+    noted(loop, "of_all", of_all)
     noted(turn.Turn, "wait", turn.Turn.wait)
     monkeypatch.setattr(request, "Turn", lambda judged: turn.Turn(judged=False))
     trace = str(tmp_path / "trace.json.gz")
@@ -424,12 +425,12 @@ def test_a_wrong_start_is_one_line(
 def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    four = group.Group(rank=3, local_rank=3, size=8, local_size=4)
+    four = Group(rank=3, local_rank=3, size=8, local_size=4)
     with pytest.raises(WorkshopError, match="4 processes on a machine with 2 GPUs"):
-        group.device_name(four, "auto")
-    assert group.device_name(four, "cpu") == "cpu"
-    two = group.Group(rank=3, local_rank=1, size=8, local_size=2)
-    assert group.device_name(two, "auto") == "cuda:1"
+        device_name(four, "auto")
+    assert device_name(four, "cpu") == "cpu"
+    two = Group(rank=3, local_rank=1, size=8, local_size=2)
+    assert device_name(two, "auto") == "cuda:1"
 
 
 def test_a_port_in_use_is_one_line(processes: Processes, tmp_path: Path) -> None:

@@ -139,9 +139,11 @@ def terminal() -> Any:
     return Console(width=_WIDTH_OF_A_FILE, highlight=False, markup=False)
 
 
-def tracked(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
+def tracked(
+    items: Iterable[T], what: str, total: int | None = None, *, quiet: bool = False
+) -> Iterable[T]:
     """The items, with progress where stderr is a terminal and there is rich."""
-    if importlib.util.find_spec("rich") is None:
+    if quiet or importlib.util.find_spec("rich") is None:
         return items
     from rich.console import Console
     from rich.progress import track

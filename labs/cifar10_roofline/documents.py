@@ -1,19 +1,26 @@
 """The figures in the lab's README, from result files: `make docs` writes those of
 results/reference/ between its markers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from labs.cifar10_roofline.request import LAB
 from workshop import labs
 from workshop.labs import LabRow, LabRun
 from workshop.show import lab_table
-from workshop.tables import Line, Markdown, Table, markdown_body, number
+from workshop.tables import Markdown, number
 
 README = Path(__file__).with_name("README.md")
 COMMAND = "python measure_table.py --jobs 9"
-_OVER = Markdown("over `--amp --workers 4`")
-_HEADER = ("", "images/s", "ms a step", "TFLOP/s", "of ceiling", _OVER, "verdict")
+_COLUMNS: dict[str, Callable[[LabRow], str]] = {
+    "": lambda row: row.label,
+    "images/s": lab_table.rate,
+    "ms a step": lambda row: number(row.step_ms, ",.2f"),
+    "TFLOP/s": lambda row: number(row.tflops, ",.1f"),
+    "of ceiling": lambda row: number(row.ceiling_share, ".1%"),
+    Markdown("over `--amp --workers 4`"): lab_table.speedup_text,
+    "verdict": lab_table.verdict,
+}
 
 
 def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
@@ -29,14 +36,8 @@ def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
 def _table(rows: Sequence[LabRow]) -> str:
     """Rows of each network and batch: the usual training first, then the slowest to the fastest."""
     subjects = list(dict.fromkeys(row.of for row in rows))
-    rows = sorted(
+    ordered = sorted(
         rows,
         key=lambda row: (subjects.index(row.of), not row.is_baseline, row.units_per_s or 0.0),
     )
-    lines = [
-        Line([row.label, number(row.units_per_s, ",.0f"), number(row.step_ms, ",.2f"),
-         number(row.tflops, ",.1f"), number(row.ceiling_share, ".1%"),
-         lab_table.speedup_text(row), row.verdict])
-        for row in rows
-    ]  # fmt: skip
-    return markdown_body(Table("", _HEADER, lines, left=(0, 6)))
+    return lab_table.columns(ordered, _COLUMNS)

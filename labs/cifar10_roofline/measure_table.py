@@ -30,7 +30,7 @@ from workshop import errors, labs, results
 from workshop.arguments import count, parse
 from workshop.judge import studies
 from workshop.labs import LabRun
-from workshop.run import hardware, timing
+from workshop.run import hardware
 from workshop.show import lab_table
 
 PROGRAM = Path(__file__).with_name("train.py")
@@ -97,7 +97,7 @@ def _measure(arguments: argparse.Namespace) -> int:
             return made
 
         measured = shared.alternating(cases, arguments.repeats, compared, arguments.jobs)
-        runs, interrupted = shared.told(measured, _outcome)
+        runs, interrupted = shared.told(measured, shared.images_and_gate)
     groups = labs.newest(runs)
     rows = [row for group in groups for row in group]
     shared.show(lab_table.of_labs(groups).tables, rows, folder / "training.md")
@@ -132,11 +132,6 @@ def _plan(
     started = [sys.executable, str(PROGRAM), *flags, *files]
     check = gate.TrainingCheck(reference, precision.name)
     return studies.Plan(started, [record], folder, take_times, check)
-
-
-def _outcome(run: LabRun) -> str:
-    rate = run.units_per_step / timing.median(run.step_ms) * 1e3
-    return f"{rate:,.0f} images/s; gate {run.gate.status}"
 
 
 if __name__ == "__main__":

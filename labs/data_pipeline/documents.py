@@ -1,7 +1,7 @@
 """The figures in the lab's README, from result files: `make docs` writes those of
 results/reference/ between its markers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -11,11 +11,17 @@ from labs.data_pipeline.measure_rung import LAB
 from workshop import labs, tables
 from workshop.labs import LabRow, LabRun
 from workshop.show import lab_table
-from workshop.tables import Line, Table, escape, number
+from workshop.tables import escape, number
 
 README = Path(__file__).with_name("README.md")
 COMMAND = "python measure_pipeline.py --steps all"
-_HEADER = ("", "images/s", "ms a step", "over the first", "verdict")
+_COLUMNS: dict[str, Callable[[LabRow], str]] = {
+    "": lambda row: row.label,
+    "images/s": lab_table.rate,
+    "ms a step": lambda row: number(row.step_ms, ",.2f"),
+    "over the first": lab_table.speedup_text,
+    "verdict": lab_table.verdict,
+}
 
 
 def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
@@ -31,14 +37,6 @@ def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
 
 def _block(rows: Sequence[LabRow]) -> str:
     title = escape(lab_table.title(rows))
+    speed = lab_table.columns(rows, _COLUMNS)
     parts = tables.markdown([measure_pipeline.rates_table(rows)])
-    return f"{title}\n\n{lab_table.source(rows)}\n\n{_table(rows)}\n\n{parts}"
-
-
-def _table(rows: Sequence[LabRow]) -> str:
-    lines = [
-        Line([row.label, number(row.units_per_s, ",.0f"), number(row.step_ms, ",.2f"),
-         lab_table.speedup_text(row), row.verdict])
-        for row in rows
-    ]  # fmt: skip
-    return tables.markdown_body(Table("", _HEADER, lines, left=(0, 4)))
+    return f"{title}\n\n{lab_table.source(rows)}\n\n{speed}\n\n{parts}"

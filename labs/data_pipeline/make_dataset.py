@@ -29,10 +29,10 @@ import numpy as np
 from labs.data_pipeline import formats
 from labs.data_pipeline.decoders import open_image
 from labs.data_pipeline.formats import LABELS, MANIFEST, PACKED, Folder, Images
-from labs.shared import track
 from workshop import errors, results
 from workshop.arguments import count, parse
 from workshop.errors import WorkshopError, printable
+from workshop.tables import tracked
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -176,7 +176,7 @@ def find_damaged(folder: Path) -> Path | None:
     images, sums = folder / Folder.file_name, formats.manifest(folder)["sha256"]
     if others := {path.name for path in images.iterdir()} - {MANIFEST, *sums}:
         return images / min(others)
-    for name in track([*sums], "checking"):
+    for name in tracked([*sums], "checking"):
         path = images / name
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != sums[name]:
             return path
@@ -197,7 +197,7 @@ def pack(folder: Path, kind: type[Images]) -> None:
     source, path = Folder(folder), folder / kind.file_name
     try:
         with results.atomic_path(path) as target:
-            kind.write(target, source, track(range(len(source)), f"packing {kind.key}"))
+            kind.write(target, source, tracked(range(len(source)), f"packing {kind.key}"))
     except WorkshopError:
         raise
     except Exception as error:  # lmdb has errors of its own for a disk without room
@@ -213,7 +213,7 @@ def _digits(images: int, size: int, seed: int) -> Iterator[tuple[bytes, int]]:
     processes = min(os.cpu_count() or 1, 1 + images // 256)
     with multiprocessing.Pool(processes, _leave_signals) as pool:
         drawn = pool.imap(functools.partial(_digit, size, seed), range(images), chunksize=64)
-        for _, digit in zip(track(range(images), "writing"), drawn, strict=True):
+        for _, digit in zip(tracked(range(images), "writing"), drawn, strict=True):
             yield digit
 
 
@@ -278,7 +278,7 @@ def _photographs(
     from PIL import ImageOps
 
     side = (arguments.size, arguments.size)
-    for path in track(found, "writing"):
+    for path in tracked(found, "writing"):
         try:
             image = ImageOps.exif_transpose(open_image(path.read_bytes()))
         except Exception as error:  # what a damaged image raises is not listed anywhere

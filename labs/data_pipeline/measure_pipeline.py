@@ -40,9 +40,9 @@ from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge import studies
 from workshop.judge.pipe import Closed
 from workshop.labs import LabRow, LabRun
-from workshop.run import hardware, timing
+from workshop.run import hardware
 from workshop.show import lab_table
-from workshop.tables import Line, Table, number
+from workshop.tables import Line, Table, number, tracked
 
 RATES = "rates"
 MOST_OPEN_MS = 1e4
@@ -161,7 +161,7 @@ def prepare(arguments: argparse.Namespace, large: bool, keys: set[str]) -> Path:
             make_dataset.pack(folder, FORMATS[key])
             continue
         packed = FORMATS[key](folder)
-        for index in shared.track(range(len(packed)), f"reading {key}"):
+        for index in tracked(range(len(packed)), f"reading {key}"):
             packed[index]
     flag = "--resnet-batch-size" if large else "--batch-size"
     there, batch = len(Folder(folder)), measure_rung.batch_size(arguments, large)
@@ -261,8 +261,7 @@ def plan(
 
 
 def _outcome(run: LabRun) -> str:
-    rate = run.units_per_step / timing.median(run.step_ms) * 1e3
-    return f"{rate:,.0f} images/s, waits {run.metrics['wait_share']:.0%}; verdict {run.gate.status}"
+    return f"{shared.images_and_gate(run)}; waits {run.metrics['wait_share']:.0%}"
 
 
 # --- what is printed -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from workshop.errors import WorkshopError
 from workshop.labs import LabRow, LabRun
 from workshop.run.timing import Ratio
 from workshop.show import lab_table
-from workshop.tables import SAME, Line, Table, code, fill_last_column, markdown_body, number
+from workshop.tables import SAME, Line, Table, code, fill_last_column, number
 
 FOLDER = Path(__file__).parent
 README, CHECKLIST = FOLDER / "README.md", FOLDER / "CHECKLIST.md"
@@ -32,6 +32,11 @@ Groups = dict[str, list[list[LabRow]]]
 """Rows that may be compared, a list for each device, by their subject."""
 Pair = tuple[str, LabRow, LabRow]
 """A network's name, its plain row and its fast one."""
+_SPEED: dict[str, Callable[[LabRow], str]] = {
+    "images/s": lab_table.rate,
+    "p50 ms": lambda row: number(row.step_ms, ",.3f"),
+    "p99 ms": lambda row: number(row.percentile_ms(0.99), ",.3f"),
+}
 Study = tuple[str, str]
 """A subject as `single.new_run` words it, and the command that measures it."""
 
@@ -104,13 +109,12 @@ def _block(groups: Groups, study: Study, render: Callable[[list[LabRow]], str]) 
 
 def _comparison_table(rows: list[LabRow]) -> str:
     """Variants, with the speed-up over the first."""
-    header = ("variant", "images/s", "p50 ms", "p99 ms", "speed-up", "peak MB", "verdict")
-    lines = [
-        Line([*_speed(row), lab_table.speedup_text(row), number(row.peak_memory_mb, ",.0f"),
-              row.verdict])
-        for row in rows
-    ]  # fmt: skip
-    return markdown_body(Table("", header, lines, left=(0, 6)))
+    gains = {
+        "speed-up": lab_table.speedup_text,
+        "peak MB": lambda row: number(row.peak_memory_mb, ",.0f"),
+        "verdict": lab_table.verdict,
+    }
+    return lab_table.columns(rows, {"variant": lambda row: row.first.variant} | _SPEED | gains)
 
 
 def _peers_table(rows: list[LabRow]) -> str:
@@ -127,20 +131,18 @@ def _peers_table(rows: list[LabRow]) -> str:
 
 def _ladder_table(rows: list[LabRow]) -> str:
     """Rungs, with the gain over the one before."""
-    header = ("rung", "images/s", "p50 ms", "p99 ms", "over the one before", "verdict")
-    lines = [Line([*_speed(row), _text(gain), row.verdict]) for row, _, gain in _rungs(rows)]
+    gains = {row.first.variant: _text(gain) for row, _, gain in _rungs(rows)}
+    ends = {
+        "over the one before": lambda row: gains[row.first.variant],
+        "verdict": lab_table.verdict,
+    }
+    table = lab_table.columns(rows, {"rung": lambda row: row.first.variant} | _SPEED | ends)
     best = max((row for row in rows if row.speedup), key=_rate, default=None)
     summary = ""
     if best is not None:
         over_first = lab_table.speedup_text(best)
         summary = f"\n\nFastest: {code(best.first.variant)}; over the first rung {over_first}."
-    return markdown_body(Table("", header, lines, left=(0, 5))) + summary
-
-
-def _speed(row: LabRow) -> list[str]:
-    """The variant, images a second, p50 and p99."""
-    times = [number(ms, ",.3f") for ms in (row.step_ms, row.percentile_ms(0.99))]
-    return [row.first.variant, number(row.units_per_s, ",.0f"), *times]
+    return table + summary
 
 
 def _rate(row: LabRow) -> float:

@@ -1,43 +1,18 @@
-"""Several processes, a GPU each: who they are, and each one's part of the batch."""
+"""Several processes, a GPU each, as the flags describe them; and how they meet."""
 
 import argparse
 import os
 import re
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from labs import shared
+from labs.group import ENVIRONMENT, VARIABLES, Group, device_name, find_group
 from workshop.errors import WorkshopError
 from workshop.run import hardware
-
-T = TypeVar("T")
-TORCHRUN_METHOD = "env://"
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-
-
-@dataclass(frozen=True)
-class Group:
-    """This process among all. `local_rank` counts on its own machine, `rank` over all machines."""
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    method: str = TORCHRUN_METHOD
-    gpus: tuple[int, ...] = ()
-    """Numbers of the GPUs that --device_ids or --dataparallel gives this process."""
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    def parts(self, batch_size: int) -> tuple[int, ...]:
-        """Images of each process, by rank: the first ones take the remainder, one each."""
-        whole, rest = divmod(batch_size, self.world_size)
-        return tuple(whole + (rank < rest) for rank in range(self.world_size))
 
 
 def find(arguments: argparse.Namespace) -> Group:
@@ -49,31 +24,32 @@ def find(arguments: argparse.Namespace) -> Group:
     """
     ids = _device_ids(arguments.device_ids)
     rank, world_size = arguments.rank, arguments.world_size
-    if all(name in os.environ for name in TORCHRUN):
-        own, local_rank, size = (int(os.environ[name]) for name in TORCHRUN)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        group = Group(own, local_rank, size, gpus=_own(ids, local_rank, here))
+    # A cluster may set some of the variables; the flags count then.
+    group = find_group() if all(name in os.environ for name in VARIABLES[:3]) else Group()
+    if group.launched:
+        group = replace(group, gpus=_own(ids, group.local_rank, group.local_size))
     elif arguments.distributed_dataparallel:
         # A single number is this process's own: a list can't tell which machine it is of.
         gpus = ids if len(ids) == 1 else _own(ids, rank, world_size)
-        group = Group(rank, rank, world_size, arguments.dist_url, gpus)
+        # How many of them are on this machine is not known.
+        group = Group(rank, rank, world_size, method=arguments.dist_url, gpus=gpus)
     elif arguments.dataparallel:
         group = Group(gpus=ids or tuple(range(torch.cuda.device_count())))
     else:
         group = Group(gpus=_own(ids, 0, 1))
     rules = {
         f"--rank {group.rank}: it must lie between 0 and --world-size": (
-            not 0 <= group.rank < group.world_size
+            not 0 <= group.rank < group.size
         ),
         f"--rank {rank} --world-size {world_size}: they go with --distributed_dataparallel; "
         "torchrun has its own": (rank, world_size) not in (
-            (0, 1), (group.rank, group.world_size)
+            (0, 1), (group.rank, group.size)
         ),
         "--dataparallel is for one process and needs two GPUs or more: those of --device_ids, or "
-        "all": arguments.dataparallel and (group.world_size > 1 or len(group.gpus) < 2),
-        f"--batch-size {arguments.batch_size}: it is the batch of all {group.world_size} processes "
+        "all": arguments.dataparallel and (group.size > 1 or len(group.gpus) < 2),
+        f"--batch-size {arguments.batch_size}: it is the batch of all {group.size} processes "
         "together, so that each needs an image of its own": (
-            arguments.batch_size < group.world_size
+            arguments.batch_size < group.size
         ),
     }  # fmt: skip
     shared.refuse(rules)
@@ -112,23 +88,21 @@ def device_of(group: Group, name: str) -> torch.device:
         f"--device {name}: --device_ids and --dataparallel have GPUs of their own; leave it out": (
             group.gpus and name not in ("auto", "cuda")
         ),
-        f"--device {name}: it is one GPU for {group.world_size} processes; give --device_ids": (
-            group.world_size > 1 and re.fullmatch(r"cuda:\d+", name)
+        f"--device {name}: it is one GPU for {group.size} processes; give --device_ids": (
+            group.size > 1 and re.fullmatch(r"cuda:\d+", name)
         ),
     })  # fmt: skip
     if group.gpus:
         name = f"cuda:{group.gpus[0]}"
-    elif group.world_size > 1 and torch.cuda.is_available() and name != "cpu":
-        name = f"cuda:{group.local_rank}"
-    return hardware.get_device(name)
+    return hardware.get_device(device_name(group, name))
 
 
 def join(group: Group, device: torch.device, backend: str | None) -> None:
     """Raises WorkshopError if the processes can't meet at --dist-url."""
-    if group.world_size == 1:
+    if group.size == 1:
         return
-    by_hand = {} if group.method == TORCHRUN_METHOD else {
-        "init_method": group.method, "rank": group.rank, "world_size": group.world_size
+    by_hand = {} if group.method == ENVIRONMENT else {
+        "init_method": group.method, "rank": group.rank, "world_size": group.size
     }  # fmt: skip
     try:
         dist.init_process_group(
@@ -140,22 +114,13 @@ def join(group: Group, device: torch.device, backend: str | None) -> None:
 
 
 def leave(group: Group) -> None:
-    if group.world_size > 1 and dist.is_initialized():
+    if group.size > 1 and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def replica(group: Group, device: torch.device, model: nn.Module) -> nn.Module:
     """The network for training as one of a group's replicas."""
-    if group.world_size == 1:
+    if group.size == 1:
         return model
     ids = [device.index] if device.type == "cuda" else None
     return nn.parallel.DistributedDataParallel(model, device_ids=ids)
-
-
-def of_all(group: Group, value: T) -> list[T]:
-    """The values of all processes, by rank; waits for all of them."""
-    if group.world_size == 1:
-        return [value]
-    gathered: list[T] = [value] * group.world_size
-    dist.all_gather_object(gathered, value)
-    return gathered

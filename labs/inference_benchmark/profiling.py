@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from labs.group import Group
 from labs.inference_benchmark import measure, networks, request, show, single
-from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.measure import Bench, Inference, Learning
 from labs.inference_benchmark.modes import Setting
 from labs.inference_benchmark.show import RULE, Say
@@ -79,7 +79,7 @@ def tables(bench: Bench, say: Say) -> None:
 
 def trace(bench: Bench, folder: Path, group: Group, say: Say) -> None:
     """Writes a trace of this process and its record, and prints the command that shows it."""
-    rank = f"_rank{group.rank}" if group.world_size > 1 else ""
+    rank = f"_rank{group.rank}" if group.size > 1 else ""
     place = results.prepare_folder(folder / "traces" / bench.run.session)
     path = place / f"trace{WAIT + WARM_UP + ACTIVE}{rank}.json"
     plan = schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
@@ -142,7 +142,7 @@ def _report(bench: Bench, step: int, group: Group, latencies: dict[str, float]) 
     total, whole_ms = counted.flops * batch, latencies[""]
     yield f"Profile Summary at step {step}:"
     pairs = {
-        "world size": str(group.world_size),
+        "world size": str(group.size),
         "batch size per GPU": str(batch),
         "params per GPU": _si(counted.parameters),
         "fwd MACs per GPU": f"{_si(total / 2)}MACs",

@@ -208,9 +208,9 @@ def check(arguments: argparse.Namespace) -> torch.device:
         ),
     }
     if is_study(arguments) or arguments.profile_steps:
-        rules |= _of_several(arguments, group.world_size)
+        rules |= _of_several(arguments, group.size)
     if variant.peer:
-        rules |= _of_a_peer(arguments, variant, group.world_size)
+        rules |= _of_a_peer(arguments, variant, group.size)
     shared.refuse(rules)
     if variant.peer:
         errors.require(variant.peer)

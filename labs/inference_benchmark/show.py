@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from labs.inference_benchmark.group import Group
+from labs.group import Group
 from labs.inference_benchmark.measure import Bench
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop.labs import LabRun, percentile
@@ -20,7 +20,7 @@ Say = Callable[[str], object]
 
 def speaker(group: Group, device: torch.device) -> Say:
     """Prints lines, with the process's number where there are several."""
-    head = f"[{_each(device.type)} {group.rank}] " if group.world_size > 1 else ""
+    head = f"[{_each(device.type)} {group.rank}] " if group.size > 1 else ""
     return lambda line: print(f"{head}{line}" if line else line, flush=True)
 
 
@@ -34,7 +34,7 @@ def configuration(
 ) -> None:
     say(f"Using network: {setting.network.name}")
     say(f"Batch size: {arguments.batch_size}")
-    if group.world_size > 1:
+    if group.size > 1:
         say(f"Local batch size: {setting.batch_size}")
         say(f"Global batch size: {arguments.batch_size}")
     if arguments.profile_steps is None:  # a profiler's script adds some that it does not record
@@ -67,7 +67,7 @@ def summary(say: Say, bench: Bench, group: Group) -> None:
     """The guide's lines, and what else the run has measured; of a run that failed only why."""
     run = bench.run
     say(RULE)
-    say(f"Performance Summary{' (all processes)' if group.world_size > 1 else ''}:")
+    say(f"Performance Summary{' (all processes)' if group.size > 1 else ''}:")
     say(RULE)
     lines = [
         f"Network: {bench.setting.network.name}",
@@ -75,11 +75,11 @@ def summary(say: Say, bench: Bench, group: Group) -> None:
         f"Iterations: {len(run.step_ms)} (excluding warmup)",
         f"Precision: {bench.variant.precision.upper()}",
     ]
-    if group.world_size > 1:
+    if group.size > 1:
         lines += [
             f"Global batch size: {run.units_per_step}",
             f"Local batch size: {bench.setting.batch_size}",
-            f"World size: {group.world_size}",
+            f"World size: {group.size}",
         ]
     lines += ["", *_gate(run)]
     if run.gate.status == "pass":
@@ -110,7 +110,7 @@ def _speed(run: LabRun, group: Group) -> list[str]:
     deviation = statistics.stdev(ordered) if len(ordered) > 1 else 0.0
     p50, p90, p99 = timing.median(ordered), percentile(ordered, 0.9), percentile(ordered, 0.99)
     per_s = run.units_per_step / p50 * 1e3
-    whole = " (global)" if group.world_size > 1 else ""
+    whole = " (global)" if group.size > 1 else ""
     lines = [
         f"Average time per iteration: {mean / 1e3:.4f} seconds",
         f"Standard deviation: {deviation / 1e3:.4f} seconds ({deviation / mean:.1%})",
@@ -121,11 +121,11 @@ def _speed(run: LabRun, group: Group) -> list[str]:
     ]
     if deviation / mean > UNSTEADY:
         lines.append(f"Unsteady: the times scatter by more than {UNSTEADY:.0%}; run it again")
-    if group.world_size > 1:
+    if group.size > 1:
         each = _each(str(run.device["type"]))
         efficiency = float(run.metrics["scaling_efficiency"] or 0.0)
         lines += [
-            f"Per-{each} throughput: {per_s / group.world_size:,.1f} samples/sec",
+            f"Per-{each} throughput: {per_s / group.size:,.1f} samples/sec",
             f"One {each} alone: {run.metrics['one_process_per_s']:,.1f} samples/sec",
             f"Scaling efficiency: {_share(efficiency, 'the one alone')}",
         ]

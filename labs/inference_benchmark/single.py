@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from labs.group import Group, of_all
 from labs.inference_benchmark import gate, measure, networks, request, show
 from labs.inference_benchmark import group as groups
-from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.measure import Bench
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop import errors, labs, records, results
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if setting.gpus:
         record.variant += f", {len(setting.gpus)} GPUs of one process"
     groups.join(group, device, arguments.dist_backend)
-    record.session = groups.of_all(group, record.session)[0]
+    record.session = of_all(record.session)[0]
     try:
         with trainer.memory_failure_as(partial(too_large, arguments)):
             return _measure(arguments, setting, variant, record, group)
@@ -141,13 +141,13 @@ def _measure(
         bench.range_ = markers.for_vendor_tools(setting.device)
         if setting.device.type == "cpu":
             say("Ranges: none, a CPU has neither ROCTX nor NVTX")
-    groups.of_all(group, None)
+    of_all(None)
     _timed(bench, arguments, group, say)
     # After the iterations: processes beside this one may prepare until then.
     dtype = PRECISIONS[variant.precision].autocast_dtype
     record.ceiling_tflops = hardware.measure_matmul_tflops(setting.device, dtype)
     show.iterations(say, bench)
-    if not all(groups.of_all(group, record.gate.status != "fail")):
+    if not all(of_all(record.gate.status != "fail")):
         record.status = "gate failed"
         if record.gate.status == "pass":  # another process's is not
             record.gate.status = "fail"
@@ -164,7 +164,7 @@ def _measure(
         print("interrupted: the result holds the iterations that were complete", file=sys.stderr)
     if record.status == "complete":
         _profile(arguments, bench, group, say)
-    groups.of_all(group, None)  # torchrun ends the others when one has gone with an error
+    of_all(None)  # torchrun ends the others when one has gone with an error
     return {
         "complete": errors.DONE,
         "gate failed": errors.ANSWER_IS_NO,
@@ -189,18 +189,18 @@ def _timed(bench: Bench, arguments: argparse.Namespace, group: Group, say: show.
 def _add_what_follows(bench: Bench, group: Group, arguments: argparse.Namespace) -> None:
     """Fills in what follows from the times: those of the whole group, break-even, physics."""
     record = bench.run
-    by_rank = groups.of_all(group, record.step_ms)
+    by_rank = of_all(record.step_ms)
     record.step_ms = [max(times) for times in zip(*by_rank, strict=False)]  # of the slowest
     record.flops_per_step = (
         (record.flops_per_step or 0.0) / bench.setting.batch_size * record.units_per_step
     )
-    if group.world_size > 1:
-        record.metrics["processes"] = group.world_size
-        record.variant += f", {group.world_size} processes"
+    if group.size > 1:
+        record.metrics["processes"] = group.size
+        record.variant += f", {group.size} processes"
         _compare_with_one(bench, group, arguments)
     if record.status != "complete":
         return
-    record.plausibility = labs.implausible(record, group.world_size)
+    record.plausibility = labs.implausible(record, group.size)
     # Compilers take longer beside other processes: there is no break-even then.
     if record.setup_s.get("compile") and not bench.training and not bench.turn.beside:
         plain_ms = measure.time_plain(bench)
@@ -214,7 +214,7 @@ def _add_what_follows(bench: Bench, group: Group, arguments: argparse.Namespace)
 def _compare_with_one(bench: Bench, group: Group, arguments: argparse.Namespace) -> None:
     """Measures the first process's part again while the others wait: efficiency is the group's
     throughput over that of as many processes alone."""
-    groups.of_all(group, None)
+    of_all(None)
     if group.is_first:
         alone = dataclasses.replace(
             bench,
@@ -228,8 +228,8 @@ def _compare_with_one(bench: Bench, group: Group, arguments: argparse.Namespace)
         one_ms = timing.median(alone.run.step_ms) / bench.setting.batch_size
         all_ms = timing.median(bench.run.step_ms) / bench.run.units_per_step
         bench.run.metrics["one_process_per_s"] = 1e3 / one_ms
-        bench.run.metrics["scaling_efficiency"] = one_ms / all_ms / group.world_size
-    groups.of_all(group, None)
+        bench.run.metrics["scaling_efficiency"] = one_ms / all_ms / group.size
+    of_all(None)
 
 
 def _profile(arguments: argparse.Namespace, bench: Bench, group: Group, say: show.Say) -> None:

@@ -157,15 +157,10 @@ def _alternate(variants: list[Flags], arguments: argparse.Namespace) -> int:
     runs, interrupted = shared.told(measured, _outcome)
     rows = labs.build_rows(runs)
     report = lab_table.of_labs([rows])
-    report.show("table")
-    name = folder / _file_name(arguments, rows[0].first)
-    markdown, json_ = (name.with_name(f"{name.name}.{end}") for end in ("md", "json"))
-    contents: dict[Path, results.Content] = {
-        markdown: tables.markdown(report.tables),
-        json_: results.json_text(report.as_json()),
-    }
-    results.write_together(contents)
-    print(f"Written: {markdown}, {json_}\nResult file: {records.path_in(folder, session)}")
+    target = folder / f"{_file_name(arguments, rows[0].first)}.md"
+    results.write_json(target.with_suffix(".json"), report.as_json())
+    shared.show(report.tables, rows, target)
+    print(f"Written: {target.with_suffix('.json')}")
     return shared.status_of(rows, interrupted)
 
 
@@ -182,7 +177,7 @@ def _file_name(arguments: argparse.Namespace, first: LabRun) -> str:
 
 
 def _outcome(run: LabRun) -> str:
-    return shared.ms_and_gate(run, "an iteration") if run.status == "complete" else run.failure
+    return shared.ms_and_gate(run, "an iteration")
 
 
 def _common_flags(arguments: argparse.Namespace) -> list[str]:
@@ -236,8 +231,8 @@ def _all_networks(arguments: argparse.Namespace, device: torch.device) -> int:
                 plain[name] = run
                 continue
             runs[name] = [plain[name], run]
-            outcome = "; ".join(f"{run.variant}: {_outcome(run)}" for run in runs[name])
-            print(f"{len(runs)}/{len(names)} {name}: {outcome}", flush=True)
+            said = (f"{run.variant}: {shared.said(run, _outcome)}" for run in runs[name])
+            print(f"{len(runs)}/{len(names)} {name}: {'; '.join(said)}", flush=True)
             _write_all(names, runs, folder)
     except KeyboardInterrupt:
         if not runs:

@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
+from labs.group import Group
 from labs.scale_out import group as groups
-from labs.scale_out.group import Group
 from labs.scale_out.request import Job
 from labs.scale_out.strategies import Strategy
 from workshop import results

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labs import shared
+from labs.group import Group, device_name, find_group, of_all
 from labs.scale_out import group as groups
-from labs.scale_out.group import Group
 from labs.scale_out.request import LAB
 from workshop import errors, records, results
 from workshop.arguments import count, parse
@@ -117,10 +117,10 @@ def measure(
     for _ in range(iterations):
         one.run()
         clock.mark()
-    record.step_ms = max(groups.of_all(clock.durations_ms()), key=median)
+    record.step_ms = max(of_all(clock.durations_ms()), key=median)
     turn.end(record.step_ms)
     still_right = one.is_right()  # a collective: all processes call it, even if already wrong
-    verdicts = enumerate(groups.of_all(right and still_right))
+    verdicts = enumerate(of_all(right and still_right))
     wrong = [f"{name}: rank {rank} has a wrong result" for rank, ok in verdicts if not ok]
     record.gate.status, record.gate.failures = "fail" if wrong else "pass", wrong
     record.status = "gate failed" if wrong else "complete"
@@ -178,8 +178,8 @@ def _main(argv: list[str] | None) -> int:
 
 def _measure_all(arguments: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated")  # new names in 2.13
-    group = groups.find()
-    device = hardware.get_device(groups.device_name(group, arguments.device))
+    group = find_group()
+    device = hardware.get_device(device_name(group, arguments.device))
     results.prepare_folder(arguments.output_dir)
     if group.size == 1:
         raise errors.WorkshopError(

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labs.group import Group, of_all
 from labs.scale_out import group as groups
-from labs.scale_out.group import Group
 from labs.scale_out.request import Job
 from labs.scale_out.strategies import Strategy
 from workshop.errors import OutOfMemory
@@ -169,7 +169,7 @@ def unequal_copies(what: str, tensors: Mapping[str, Tensor | None]) -> list[str]
     """Compares each process's copies with the first one's, bit by bit; a sentence for each that
     differs. All processes have to call it."""
     own = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    everywhere = set.intersection(*map(set, groups.of_all([*own])))
+    everywhere = set.intersection(*map(set, of_all([*own])))
     differ = [name for name in own if name not in everywhere]
     for name in own:
         if name in everywhere:
@@ -178,6 +178,6 @@ def unequal_copies(what: str, tensors: Mapping[str, Tensor | None]) -> list[str]
             differ += [name] * (not torch.equal(first, own[name]))
     return [
         f"{what} of {name}: rank {rank}'s differs from rank 0's, or is missing"
-        for rank, names in enumerate(groups.of_all(differ))
+        for rank, names in enumerate(of_all(differ))
         for name in names
     ]

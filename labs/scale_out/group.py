@@ -1,29 +1,25 @@
-"""The processes of a training: ranks, parts of the batch, messages, and errors as one line."""
+"""The processes of a training: how they meet, messages, and errors as one line."""
 
 import contextlib
 import io
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labs.group import ENVIRONMENT, RESTARTS, Group
 from workshop import errors
 from workshop.errors import WorkshopError
 from workshop.judge.turn import Turn
 
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that torchrun and the deepspeed launcher set in each process."""
-RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 PATIENCE_S = 10.0
 """How long a process with an error waits for the launcher to end it, before it prints the error."""
 LAST_WORDS_S = 5.0
@@ -40,76 +36,6 @@ class PeerGone(WorkshopError):
     exit_code = errors.ANSWER_IS_NO
 
 
-@dataclass(frozen=True)
-class Group:
-    """This process's place among all. `local_rank` and `local_size` count those of its machine."""
-
-    rank: int = 0
-    local_rank: int = 0
-    size: int = 1
-    local_size: int = 1
-    launched: bool = False
-    """Whether a launcher started it."""
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def restarted(self) -> bool:
-        """Whether torchrun or the batch system has restarted it after a failure."""
-        return any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS)
-
-    @staticmethod
-    def start() -> str:
-        """Identifies the launcher's start, or the batch job, that all attempts belong to."""
-        run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        agent = f"{socket.gethostname()} {os.getppid()}"
-        return os.environ.get("SLURM_JOB_ID") or (agent if run == "none" else run)
-
-    def part(self, batch: Tensor, dim: int) -> Tensor:
-        """This process's sequences of a whole batch: the same number for each process."""
-        own = batch.shape[dim] // self.size
-        return batch.narrow(dim, self.rank * own, own)
-
-
-def find() -> Group:
-    """The group that a launcher has started; without a launcher, one process.
-
-    Raises:
-        WorkshopError: a variable of the launcher is missing.
-    """
-    environment = os.environ
-    given = [name for name in VARIABLES if environment.get(name)]
-    if not {*VARIABLES[:3]} & {*given}:
-        return Group()
-    if missing := [name for name in VARIABLES if name not in given]:
-        raise WorkshopError(
-            f"{missing[0]} is not set, but {given[0]} is: start all processes with torchrun or "
-            f"deepspeed, which set {', '.join(VARIABLES)}; for one process unset {given[0]}"
-        )
-    rank, local_rank, size = (int(environment[name]) for name in VARIABLES[:3])
-    local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or size
-    return Group(rank, local_rank, size, int(local), launched=True)
-
-
-def device_name(group: Group, asked: str) -> str:
-    """The device of a process: for `auto` and `cuda` the GPU of its local rank.
-
-    Raises:
-        WorkshopError: there are more processes than GPUs.
-    """
-    if asked not in ("auto", "cuda") or not torch.cuda.is_available() or group.size == 1:
-        return asked
-    gpus = torch.cuda.device_count()
-    if group.local_size > gpus:
-        raise WorkshopError(
-            f"{group.local_size} processes on a machine with {gpus} GPU{'s' * (gpus > 1)}: each "
-            f"needs its own; start {gpus} (torchrun --nproc-per-node {gpus}), or use --device cpu"
-        )
-    return f"cuda:{group.local_rank}"
-
-
 def join(group: Group, device: torch.device) -> None:
     """Connects to the other processes. A process without a launcher is a group of its own.
 
@@ -120,7 +46,7 @@ def join(group: Group, device: torch.device) -> None:
     try:
         if group.launched:
             # torchrun keeps the store over a restart, and with it addresses of killed processes.
-            shared, _, _ = next(dist.rendezvous("env://"))
+            shared, _, _ = next(dist.rendezvous(ENVIRONMENT))
             store = dist.PrefixStore(f"attempt_{os.environ.get(RESTARTS[0], '0')}", shared)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo", rank=group.rank, world_size=group.size,
@@ -146,13 +72,6 @@ def of_first(value: T) -> T:
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
-
-
-def of_all(value: T) -> list[T]:
-    """The values of all processes, by rank."""
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def mean(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labs.group import of_all
 from labs.scale_out import audit, checkpoints, gate, trace
 from labs.scale_out import group as groups
 from labs.scale_out import request as requests
@@ -133,7 +134,7 @@ def alone(job: Job) -> Iterator[None]:
             fcntl.flock(folder, fcntl.LOCK_EX)
         yield
         _release_memory()  # also after a failed gate, whose process ends only seconds later
-        groups.of_all(None)
+        of_all(None)
     finally:
         os.close(folder)
 
@@ -227,7 +228,7 @@ class Training(trainer.Runner):
             trainer.timed_steps(self, clock, steps, self._show)
             times += clock.durations_ms()
             self._save_if_due()
-        self.step_ms = max(groups.of_all(times), key=median)
+        self.step_ms = max(of_all(times), key=median)
         turn.end(self.step_ms, {"losses": torch.tensor(self.all_losses())})
 
     def advance(self) -> None:
@@ -326,7 +327,7 @@ def _record_training(record: LabRun, training: Training) -> None:
     record.metrics["first_step"] = training.first + 1
     record.setup_s |= {"compile": startup.compile_seconds(), **training.setup_s}
     if training.device.type == "cuda":
-        of_processes = groups.of_all(training.memory_mb())
+        of_processes = of_all(training.memory_mb())
         record.memory_mb = max(of_processes, key=lambda parts: float(parts["peak"]))
     record.plausibility = labs.implausible(record, training.job.group.size)
 

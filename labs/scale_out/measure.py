@@ -30,8 +30,8 @@ if __name__ == "__main__":
 import torch
 
 from labs import shared
+from labs.group import Group
 from labs.scale_out import audit, collectives, gate, loop, request, scaling, strategies
-from labs.scale_out.group import Group
 from labs.scale_out.request import Job
 from workshop import errors, labs, records, results, versions
 from workshop.arguments import argument, count, option, parse, parser_of

@@ -8,12 +8,12 @@ from types import ModuleType
 
 import torch
 
-from labs.scale_out import group as groups
+from labs import shared
+from labs.group import Group, device_name, find_group
 from labs.scale_out import strategies
-from labs.scale_out.group import Group
 from workshop import errors, request, results, versions
 from workshop.arguments import add_options, count, option, parse
-from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.errors import NotOnThisMachine
 from workshop.judge.turn import Turn
 
 LAB = "scale_out"
@@ -119,7 +119,7 @@ def read(words: Sequence[str] | None) -> Job:
         WorkshopError: as `check`, or the launcher has not set what it should.
     """
     arguments = parse(build_parser(), words)
-    group = groups.find()
+    group = find_group()
     errors.require(*strategies.packages(arguments.strategy))
     return check(arguments, group, versions.load(arguments.version))
 
@@ -136,7 +136,7 @@ def check(arguments: argparse.Namespace, group: Group, module: ModuleType) -> Jo
     """
     strategy, alone = arguments.strategy, arguments.strategy == "ddp" and group.size == 1
     compiled, version = arguments.compile, versions.get_version(arguments.version)
-    arguments.device = groups.device_name(group, arguments.device)
+    arguments.device = device_name(group, arguments.device)
     if arguments.cuda_graph is None and not alone:
         arguments.cuda_graph = False
     if compiled is None and strategy == "zero3":
@@ -149,33 +149,33 @@ def check(arguments: argparse.Namespace, group: Group, module: ModuleType) -> Jo
     precision, parts = asked.precision.name, group.size * arguments.accumulate
     in_bf16 = arguments.reduce_dtype == "bf16"
     fits = max(1, asked.batch_size // parts) * parts
-    for wrong, message in (
-        ((strategy in strategies.PEERS) != (version.key == PEER),
-         f"--strategy {' and '.join(strategies.PEERS)} need --version {PEER}, which needs one of "
-         "them"),
-        (precision not in ("fp32", "tf32", "bf16"),
-         f"--precision {precision}: several processes train in fp32, tf32 or bf16"),
-        (in_bf16 and strategy not in strategies.CAPTURED,
-         f"--reduce-dtype: --strategy {strategy} chooses it itself; use ddp or fsdp"),
-        (in_bf16 and precision != "bf16",
-         f"--reduce-dtype bf16: at {precision} the gate would fail; use --precision bf16"),
-        (asked.cuda_graph and strategy not in strategies.CAPTURED,
-         f"--cuda-graph: --strategy {strategy} is not captured; use ddp or fsdp"),
-        (compiled in ("reduce-overhead", "max-autotune") and not alone,
-         f"--compile {compiled} captures graphs of its own, which only one process of ddp can; "
-         "use --compile default"),
-        (strategy == "zero3" and asked.compile_mode != "none",
-         "--strategy zero3 fetches weights from hooks around each module, which a compiled model "
-         "does not call: use --compile none"),
-        (arguments.checkpoints and not (arguments.save_every or arguments.resume),
-         "--checkpoints needs --save-every N or --resume"),
-        (arguments.profile_steps, "--profile-steps: use --trace FILE"),
-        (asked.batch_size % parts,
-         f"--batch-size {asked.batch_size}: not a multiple of {parts} (processes: {group.size}, "
-         f"--accumulate: {arguments.accumulate}); use {fits}, for example"),
-    ):  # fmt: skip
-        if wrong:
-            raise WorkshopError(message)
+    rules = {
+        f"--strategy {' and '.join(strategies.PEERS)} need --version {PEER}, which needs one of "
+        "them": (strategy in strategies.PEERS) != (version.key == PEER),
+        f"--precision {precision}: several processes train in fp32, tf32 or bf16": (
+            precision not in ("fp32", "tf32", "bf16")
+        ),
+        f"--reduce-dtype: --strategy {strategy} chooses it itself; use ddp or fsdp": (
+            in_bf16 and strategy not in strategies.CAPTURED
+        ),
+        f"--reduce-dtype bf16: at {precision} the gate would fail; use --precision bf16": (
+            in_bf16 and precision != "bf16"
+        ),
+        f"--cuda-graph: --strategy {strategy} is not captured; use ddp or fsdp": (
+            asked.cuda_graph and strategy not in strategies.CAPTURED
+        ),
+        f"--compile {compiled} captures graphs of its own, which only one process of ddp can; "
+        "use --compile default": compiled in ("reduce-overhead", "max-autotune") and not alone,
+        "--strategy zero3 fetches weights from hooks around each module, which a compiled model "
+        "does not call: use --compile none": strategy == "zero3" and asked.compile_mode != "none",
+        "--checkpoints needs --save-every N or --resume": (
+            arguments.checkpoints and not (arguments.save_every or arguments.resume)
+        ),
+        "--profile-steps: use --trace FILE": arguments.profile_steps,
+        f"--batch-size {asked.batch_size}: not a multiple of {parts} (processes: {group.size}, "
+        f"--accumulate: {arguments.accumulate}); use {fits}, for example": asked.batch_size % parts,
+    }
+    shared.refuse(rules)
     if problem := strategies.missing(strategy, asked.device, asked.cuda_graph):
         raise NotOnThisMachine(problem)
     arguments.checkpoints = arguments.checkpoints or FOLDER / "checkpoints"

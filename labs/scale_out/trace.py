@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from labs.group import Group
 from labs.scale_out import group as groups
-from labs.scale_out.group import Group
 from workshop import results
 from workshop.profilers import kineto
 from workshop.profilers.step_time import Communication

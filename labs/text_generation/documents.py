@@ -2,7 +2,7 @@
 `make docs` writes those of results/reference/ between their markers."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from labs.text_generation.measure_engines import compile_s, ladder
 from workshop import labs, results
 from workshop.labs import LabRow, LabRun
 from workshop.show import lab_table
-from workshop.tables import Line, Markdown, Table, escape, markdown_body, number
+from workshop.tables import Markdown, escape, number
 
 README = Path(__file__).with_name("README.md")
 COMMAND = "python measure_engines.py --jobs 9"
@@ -20,8 +20,16 @@ TEXT = "tiny_llama.txt.jsonl"
 """The record that lm_gen.py wrote, in the folder of that of the model's training."""
 LAST = 100
 """Steps whose mean loss is quoted."""
-_HEADER = ("", "ms a token", "floor", Markdown("over `hf`"), "first token, ms", "TFLOP/s until it",
-           "compiled, s", "verdict")  # fmt: skip
+_COLUMNS: dict[str, Callable[[LabRow], str]] = {
+    "": lambda row: row.first.variant,
+    "ms a token": lambda row: number(row.step_ms, ",.3f"),
+    "floor": lambda row: number(row.metric("floor_ms"), ",.3f"),
+    Markdown("over `hf`"): lab_table.speedup_text,
+    "first token, ms": lambda row: number(row.metric("first_token_ms"), ",.2f"),
+    "TFLOP/s until it": lambda row: number(row.metric("prefill_tflops"), ",.3g"),
+    "compiled, s": lambda row: number(compile_s(row), ",.0f"),
+    "verdict": lab_table.verdict,
+}
 
 
 def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
@@ -34,20 +42,8 @@ def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
 def _block(rows: Sequence[LabRow]) -> str:
     """A table for each batch size and length."""
     found = groupby(rows, key=lambda row: row.first.subject)
-    tables = [f"{escape(subject)}:\n\n{_table(list(own))}" for subject, own in found]
+    tables = [f"{escape(subject)}:\n\n{lab_table.columns(own, _COLUMNS)}" for subject, own in found]
     return "\n\n".join([lab_table.source(rows), *tables, *_skipped(rows)])
-
-
-def _table(rows: Sequence[LabRow]) -> str:
-    lines = [
-        Line([row.first.variant, number(row.step_ms, ",.3f"),
-         number(row.metric("floor_ms"), ",.3f"), lab_table.speedup_text(row),
-         number(row.metric("first_token_ms"), ",.2f"),
-         number(row.metric("prefill_tflops"), ",.3g"), number(compile_s(row), ",.0f"),
-         row.verdict])
-        for row in rows
-    ]  # fmt: skip
-    return markdown_body(Table("", _HEADER, lines, left=(0, 7)))
 
 
 def _skipped(rows: Sequence[LabRow]) -> list[str]:

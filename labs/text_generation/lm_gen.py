@@ -32,7 +32,7 @@ from labs.text_generation import engines, gate, models, prompts
 from labs.text_generation.engines import Answer, Engine, OnTokens, processes
 from labs.text_generation.models import Loaded
 from labs.text_generation.prompts import Batch
-from workshop import errors, labs, records, results
+from workshop import errors, labs, records, results, tables
 from workshop.arguments import MOST, count, parse
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.judge import lab_record
@@ -296,7 +296,7 @@ def generate(job: Job) -> None:
     turn.wait()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    for batch in shared.track(job.batches, "batches", quiet=not arguments.output_file):
+    for batch in tables.tracked(job.batches, "batches", quiet=not arguments.output_file):
         with _streamer(job, batch) as on_tokens:
             _receive(batch, turn.begin().tensors, device)
             answer = job.engine.generate(

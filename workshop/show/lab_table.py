@@ -2,16 +2,17 @@
 and CSV."""
 
 import shlex
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from workshop import labs
 from workshop.compare.rows import ONE_PROCESS, ratio, ratio_fields
 from workshop.errors import printable
 from workshop.labs import LabRow
 from workshop.results import FAIL, NOT_AUDITED, SKIPPED
-from workshop.tables import Line, Report, Table, escape, number
+from workshop.tables import Line, Report, Table, escape, markdown_body, number
 
+T = TypeVar("T")
 _STYLES = {FAIL: "red", "IMPLAUSIBLE": "red", SKIPPED: "dim", NOT_AUDITED: "dim"}
 _ONE_PROCESS = f"({ONE_PROCESS}): no interval, which takes two processes of each variant"
 
@@ -64,6 +65,21 @@ def source(rows: Sequence[LabRow], command: str = "") -> str:
     versions = sorted({str(run.software.get("torch")) for run in runs})
     words = [rows[0].device, f"PyTorch {', '.join(versions)}", f"commit {', '.join(commits)}"]
     return f"{escape(', '.join(words))}:{listed}"
+
+
+def columns(rows: Iterable[T], cells: Mapping[str, Callable[[T], str]]) -> str:
+    """A Markdown table with a line for each row, and its columns by heading. The first column and
+    the last one have words, the others numbers."""
+    lines = [Line([cell(row) for cell in cells.values()]) for row in rows]
+    return markdown_body(Table("", list(cells), lines, left=(0, len(cells) - 1)))
+
+
+def rate(row: LabRow) -> str:
+    return number(row.units_per_s, ",.0f")
+
+
+def verdict(row: LabRow) -> str:
+    return row.verdict
 
 
 def not_measured(command: str) -> str:
