@@ -146,8 +146,8 @@ def picture(drawn: Chart) -> Shown:
 
 
 def pictures(folder: Path) -> list[Shown]:
-    """The newest comparisons among the results in a folder: for each size where the time goes, what
-    fills the memory, and the losses; before them all speed-ups.
+    """The newest comparisons among the results in a folder: for each size throughput, time and
+    memory, and the losses; before them all speed-ups that have an interval.
 
     Raises:
         WorkshopError: there is no such folder.
