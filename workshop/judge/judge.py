@@ -284,7 +284,7 @@ def settle_times(result: RunResult, judge_ms: float, steps: int, waited_ms: floa
     return wrong
 
 
-def disagree(told_ms: float, judge_ms: float, fixed_ms: float = FIXED_MS) -> bool:
+def disagree(told_ms: float, judge_ms: float, fixed_ms: float) -> bool:
     """Whether the sum of the told times is not the judge's. A version's run fails then; a lab's
     times are scaled to the judge's (studies.py); the kernels' judge, whose turns are short, allows
     no told time above its own, and counts the turns (kernels/measure.py)."""
@@ -296,7 +296,7 @@ def wrong_times(result: RunResult, judge_ms: float, steps: int) -> list[str]:
     if len(result.step_ms) != steps or not all(0 < ms < math.inf for ms in result.step_ms):
         return [f"timed run: {len(result.step_ms)} step times, of {steps} steps"]
     sentences = []
-    if disagree(told, judge_ms):
+    if disagree(told, judge_ms, FIXED_MS):
         sentences.append(
             f"timed run: its {steps} step times add up to {told:,.1f} ms, the judge's clock says "
             f"{judge_ms:,.1f} ms"
