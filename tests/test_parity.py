@@ -706,3 +706,9 @@ def test_the_command_line(capsys) -> None:
     assert "pass: gradients 38/38" in printed
     assert gate_command.main([*words, "v9"]) == 2
     assert capsys.readouterr().err.startswith("error: unknown version 'v9'")
+
+
+def test_a_missing_tensor_is_infinitely_far() -> None:
+    true = torch.randn(3, 5)
+    assert outcome.relative_rms(None, true) == math.inf
+    assert outcome.relative_rms(true * 1.25, true) == pytest.approx(0.25, rel=1e-6)
