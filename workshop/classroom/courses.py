@@ -14,7 +14,8 @@ from workshop.tables import markdown_rows as table
 BEGIN = 9 * 60
 """Minutes after midnight."""
 AT_HOME = ("memory_analysis", "rocm_tools_intro", "custom_kernels", "production_deployment")
-"""One exercise of each session, whose minutes go to slides, questions and commands."""
+"""One exercise of each session, whose minutes go to slides, questions and commands. The profilers'
+has a part of its own."""
 
 
 class Part(NamedTuple):
@@ -34,6 +35,7 @@ def _lab(folder: str, talk: str, minutes: int, exercises: str) -> Part:
 
 WELCOME = Part("welcome; all predict a step's time, then compare V1 and V2", 15)
 SESSIONS = [Part(f"session {n}", minutes, n) for n, minutes in SESSION_MINUTES.items()]
+PROFILERS = Part("AMD's profilers, or your GPU's", 10, exercises="rocm_tools_intro")
 BREAK, LUNCH = Part("break", 15), Part("lunch", 60)
 PIPELINE = _lab("data_pipeline", "its ladder", 15, "pipeline_1_workers pipeline_2_trace")
 TEXT = _lab("text_generation", "Tiny-LLaMA speaks", 15, "text_1_floor text_2_padding")
@@ -50,7 +52,7 @@ ROOFLINE = _lab(
 SCALE = _lab("scale_out", "from one process to two", 20, "scale_1_efficiency scale_2_faults")
 SHEETS = Part("everyone's results sheet, three of them on the projector, and questions", 30)
 
-MORNING = [WELCOME, SESSIONS[0], SESSIONS[1], BREAK, SESSIONS[2]]
+MORNING = [WELCOME, SESSIONS[0], SESSIONS[1], BREAK, PROFILERS, SESSIONS[2]]
 COURSES: dict[str, list[Part]] = {
     "Half a day": [*MORNING, SESSIONS[3]],
     "One day": [*MORNING, LUNCH, SESSIONS[3], PIPELINE, BREAK, TEXT, SHEETS],

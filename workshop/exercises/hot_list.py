@@ -17,6 +17,6 @@ def names(answer: str, name: str) -> bool:
     """Whether an answer is a kernel's name, in full or as the hot list shortens it."""
     answer = answer.replace("...", ELLIPSIS)
     words = [word for word in answer.split(ELLIPSIS) if word]
-    shortened = ELLIPSIS in answer and all(word in name for word in words)
     whole = {name, name.removeprefix("aten::"), display_name(name, 10_000)}
+    shortened = ELLIPSIS in answer and any(all(word in one for word in words) for one in whole)
     return shortened or answer.casefold() in {one.casefold() for one in whole}

@@ -1,208 +1,311 @@
-"""rocprofv3's commands and tables: each answer against what the script prints on this machine, or
-against the tables in made_up_run/, read by workshop.profilers."""
+"""Your GPU's profilers: each answer against the participant's own outputs for V1, of AMD's tools or
+NVIDIA's, or against those recorded on an H200 where there are none."""
 
-import csv
-import shlex
-import subprocess
-from collections.abc import Callable, Iterator
-from functools import cache
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from workshop.errors import WorkshopError
-from workshop.exercises.frame import Item, Work
+from workshop.exercises.frame import RESULTS, Item, Missing, Work
+from workshop.exercises.hot_list import not_the_hottest
 from workshop.exercises.predict import Chosen, Found, NotCompared, Predicted, Question, Written, ask
-from workshop.profilers import rocprofv3
-from workshop.profilers.categories import CATEGORIES
+from workshop.profilers import load, rocprof_compute
 from workshop.profilers.table import Kernel, KernelTable
 from workshop.run import chips
-from workshop.versions import VERSIONS
 
-TABLES = Path(__file__).parent / "made_up_run"
-SCRIPT = VERSIONS["v2"].path.parent / "run_rocprofv3.sh"
-SCRIPTS = ("run_rocprofv3.sh", "run_rocprof_sys.sh", "run_rocprof_compute.sh")
-FOR_THE_HOST = "run_rocprof_sys.sh"
-CSV_FLAGS = ("--output-format csv", "--output-format=csv", "-f csv")
-COMMANDS = {
-    "A": "--stats sums up a trace, and no trace is requested: rocprofv3 refuses it",
-    "B": "formats are separated by spaces; rocprofv3 refuses the comma",
-    "C": "nothing separates rocprofv3's options from the program: it stops at `python`",
-    "D": "it runs, and leaves a database: that is the default since ROCm 7.0, and --stats has no "
-    "effect on it",
-    "E": "",
+VERSION = "v1"
+RECORDED = RESULTS / "reference/nvidia_h200/profiles" / VERSION
+TOOLS = {
+    "trace": ("rocprofv3", "nsys", "pytorch_profiler"),
+    "host": ("rocprof_sys", "nsys", "pytorch_profiler"),
+    "counters": ("rocprof_compute", "ncu"),
 }
-"""Why each command of commands.txt leaves no kernel_stats.csv with ROCm 7; "" if it does."""
+"""The runners' folders that can answer each part; the first that is there does."""
+SHOWN = 15
+"""Rows of a hot list, as `show` prints it."""
+LAUNCH = re.compile(r"(cuda|hip|cu)\w*Launch\w*Kernel\w*", re.IGNORECASE)
+MATRIX = {"bf16": "MFMABF16", "fp16": "MFMAF16", "fp32": "MFMAF32"}
+"""rocprof-compute's ceilings of the matrix units, by precision."""
+SCRIPTS = ("run_rocprofv3.sh", "run_rocprof_sys.sh", "run_rocprof_compute.sh")
+SIDES = ("memory", "arithmetic")
+LEFT_OUT = {
+    "backward": "",
+    "attention": "its two products are functions that DeepSpeed patches",
+    "embedding": "a look-up has no operations that any of the three would count",
+}
+"""What DeepSpeed's profiler does not count of a step, and why another answer is wrong."""
+IDLE_CLEARLY, BUSY_CLEARLY = 30.0, 15.0
+"""Percent of idle time; in between, both answers are right."""
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The roofline of one GPU at one precision."""
+
+    tflops: float
+    gbs: float
+    source: str
+
+    @property
+    def ridge(self) -> float:
+        """FLOP a byte at which a kernel could reach both."""
+        return self.tflops * 1e3 / self.gbs
+
+
+class Outputs:
+    """The outputs that the questions are about, each read when it is first needed."""
+
+    def __init__(self, work: Work) -> None:
+        self.profiles = work.results / "profiles" / VERSION
+
+    def folder(self, part: str) -> Path:
+        """Where a part's output is: the participant's own of a GPU, else the recorded one."""
+        folders = [place / tool for place in (self.profiles, RECORDED) for tool in TOOLS[part]]
+        return next(folder for folder in folders if _is_of_a_gpu(folder))
+
+    @cached_property
+    def trace(self) -> KernelTable:
+        return load.load(self.folder("trace"))
+
+    @cached_property
+    def host(self) -> KernelTable:
+        return load.load(self.folder("host"))
+
+    @cached_property
+    def counters(self) -> KernelTable:
+        """Raises Missing: the tool left no bytes or operations."""
+        table = load.load(self.folder("counters"))
+        if not any(kernel.bytes for kernel in table.kernels):
+            raise Missing("no kernel's bytes in the counters; again:", _command("counters"))
+        return table
+
+    @cached_property
+    def ceiling(self) -> Ceiling:
+        """As rocprof-compute measured it; else by the data sheet.
+
+        Raises:
+            NotCompared: the chip is in no table of ours.
+        """
+        folder = self.folder("counters")
+        run = load.recorded_run(folder)
+        precision = run.precision if run else "bf16"
+        for measured in rocprof_compute.ceilings(folder)[:1]:
+            gflops, gbs = measured.rates_gflops, measured.bandwidths_gbs
+            if MATRIX.get(precision) in gflops and "HBM" in gbs:
+                tflops = gflops[MATRIX[precision]] / 1e3
+                return Ceiling(tflops, gbs["HBM"], "roofline.csv")
+        device = (run and run.device["name"]) or self.counters.device or ""
+        peaks = chips.find_peaks(device)
+        if peaks is None or precision not in peaks.tflops:
+            raise NotCompared(f"no data sheet of {device or 'this GPU'} is known: not compared")
+        return Ceiling(peaks.tflops[precision], peaks.bandwidth_gbs, peaks.source)
+
+    @cached_property
+    def flops(self) -> dict[str, float]:
+        """Operations of a step by counter, of the participant's own run of the counters.
+
+        Raises:
+            Missing: the program has not been run.
+        """
+        path = self.profiles / "deepspeed_flops" / "flops.json"
+        try:
+            counts = json.loads(path.read_text(encoding="utf-8"))["counts"]
+            return {
+                name: float((count["forward"] or math.nan) + (count["backward"] or 0))
+                for name, count in counts.items()
+            }
+        except FileNotFoundError:
+            raise Missing("no count of a step's operations yet:", _command("flops")) from None
+        except (ValueError, KeyError, TypeError):
+            raise WorkshopError(f"{path}: damaged; make it again") from None
+
+
+def _is_of_a_gpu(folder: Path) -> bool:
+    run = load.recorded_run(folder) if folder.is_dir() else None
+    return run is not None and run.device["type"] != "cpu"
+
+
+def _command(part: str) -> str:
+    folder = "version1_pytorch_baseline"
+    if part == "flops":
+        return f"{folder}/run_deepspeed_flops.py --steps 2"
+    return f"{folder}/run_{TOOLS[part][0]}.sh --class (NVIDIA: run_{TOOLS[part][1]}.sh --class)"
 
 
 def check(work: Work) -> Iterator[Item]:
-    return ask(work, lambda _: _table(), QUESTIONS)
+    return ask(work, Outputs, (_read, *QUESTIONS))
 
 
-@cache
-def _counters() -> list[list[str]]:
-    """The counters' names in the script's commands, a list for each run with --pmc.
-
-    Raises:
-        WorkshopError: the script can't be run.
-    """
-    command = ["bash", str(SCRIPT), "--dry-run"]
-    try:
-        printed = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise WorkshopError(f"{SCRIPT.name} --dry-run can't be run here: {error}") from None
-    found = []
-    for line in printed.stdout.splitlines():
-        words = shlex.split(line, comments=True)
-        if words[:1] == ["rocprofv3"] and "--pmc" in words:
-            rest = words[words.index("--pmc") + 1 :]
-            ends = [index for index, word in enumerate(rest) if word.startswith("-")]
-            found.append(rest[: ends[0]] if ends else rest)
-    return found
+def _read(work: Work) -> Iterator[Item]:
+    """Which outputs the answers are compared with."""
+    outputs = Outputs(work)
+    for part in TOOLS:
+        folder = outputs.folder(part)
+        own = outputs.profiles in folder.parents
+        note = str(folder.relative_to(work.results)) if own else f"yours: {_command(part)}"
+        whose = "your own" if own else "recorded on an H200"
+        yield Item(True, f"{part}: {folder.name}, {whose}", note)
 
 
-def _chosen() -> list[list[str]]:
-    if not _counters():
-        raise NotCompared("the script has chosen no counters for this machine's GPU: not compared")
-    return _counters()
+# --- the right answers ---------------------------------------------------------------------------
 
 
-@cache
-def _table() -> KernelTable:
-    return rocprofv3.read(TABLES)
+def kernels_a_step(outputs: Outputs) -> float:
+    table = outputs.trace
+    if not table.steps:
+        raise NotCompared("this output has no marked steps: not compared")
+    return table.launches / table.steps
 
 
-def _steps() -> int:
-    steps = _table().steps
-    assert steps
-    return steps
+def idle_percent(outputs: Outputs) -> float:
+    line = outputs.trace.timeline
+    if line is None:
+        raise NotCompared("this output has no times of single kernels: not compared")
+    return 100 * line.idle_ns / line.span_ns
 
 
-def _rows(table: str) -> list[dict[str, str]]:
-    with next(TABLES.rglob(f"*_{table}.csv")).open(newline="") as file:
-        return list(csv.DictReader(file))
+def hottest_percent(outputs: Outputs) -> float:
+    return 100 * outputs.trace.share(outputs.trace.kernels[0])
 
 
-def _calls_of_the_whole_run(kernel: Kernel) -> int:
-    """As rocprofv3 sums them up, the warm-up included."""
-    return next(int(row["Calls"]) for row in _rows("kernel_stats") if row["Name"] == kernel.name)
+def launch_us(outputs: Outputs) -> float:
+    """The mean time of the runtime function that launches most kernels."""
+    calls = outputs.host.host_calls
+    launches = [call for name, call in calls.items() if LAUNCH.fullmatch(name)]
+    if not launches:
+        raise NotCompared("this output has no calls of the runtime: not compared")
+    most = max(launches, key=lambda call: call.calls)
+    return most.total_ns / most.calls / 1e3
 
 
-def _spilling(table: KernelTable) -> Kernel:
-    rows = _rows("kernel_trace")
-    spilling = {row["Kernel_Name"] for row in rows if float(row["Scratch_Size"]) > 0}
-    return next(kernel for kernel in table.kernels if kernel.name in spilling)
+def waits(outputs: Outputs) -> list[str]:
+    idle = idle_percent(outputs)
+    return ["GPU"] * (idle > BUSY_CLEARLY) + ["host"] * (idle < IDLE_CLEARLY)
 
 
-def _idle_percent(table: KernelTable) -> float:
-    assert table.timeline
-    return 100 * table.timeline.idle_ns / table.timeline.span_ns
-
-
-def _fastest(table: KernelTable) -> Kernel:
-    return max(table.kernels, key=_gbs)
-
-
-def _gbs(kernel: Kernel) -> float:
+def gbs(kernel: Kernel) -> float:
     return (kernel.bytes or 0.0) / kernel.total_ns
 
 
-def _fastest_gbs_under_counters(table: KernelTable) -> float:
-    counted = {kernel.name: kernel for kernel in rocprofv3.read(TABLES / "counters").kernels}
-    return _gbs(counted[_fastest(table).name])
+def fastest_gbs(outputs: Outputs) -> float:
+    return max(map(gbs, outputs.counters.kernels[:SHOWN]))
 
 
-def _of_the_data_sheet(table: KernelTable) -> str:
-    gbs, peaks = _gbs(_fastest(table)), chips.find_peaks("MI300X")
-    assert peaks
-    share, most = gbs / peaks.bandwidth_gbs, peaks.bandwidth_gbs
-    return f"{gbs:,.0f} GB/s, {share:.0%} of the {most:,.0f} of the data sheet, if they were real"
+def product(outputs: Outputs) -> Kernel:
+    """The hottest matrix product that has its operations and bytes counted."""
+    for kernel in outputs.counters.kernels[:SHOWN]:
+        if kernel.category == "GEMM" and kernel.flops and kernel.bytes:
+            return kernel
+    raise NotCompared("no matrix product among the first rows has its operations: not compared")
 
 
-def _named(key: str, what: str, right: Callable[[KernelTable], Kernel]) -> Written[KernelTable]:
-    """Question for a kernel, by a part of its name that no other kernel has."""
-
-    def fault(table: KernelTable, text: str) -> str:
-        found = [k.name for k in table.kernels if text.casefold() in k.name.casefold()]
-        if len(found) != 1:
-            how_many = f"{len(found)} kernels have" if found else "no kernel has"
-            return f"{how_many} {text!r} in the name: write more of it"
-        return "" if found[0] == right(table).name else f"{found[0]} is not it"
-
-    return Written(key, what, fault)
+def intensity(outputs: Outputs) -> float:
+    kernel = product(outputs)
+    return (kernel.flops or 0.0) / (kernel.bytes or 1.0)
 
 
-QUESTIONS: tuple[Question[KernelTable], ...] = (
+def side(outputs: Outputs) -> str:
+    return SIDES[intensity(outputs) >= outputs.ceiling.ridge]
+
+
+def deepspeed_share(outputs: Outputs) -> float:
+    """DeepSpeed's count over that of the model's sizes; its counterpart's where it is missing."""
+    counts = outputs.flops
+    if math.isnan(counts["DeepSpeed"]):
+        raise NotCompared("DeepSpeed is not installed here: not compared")
+    return 100 * counts["DeepSpeed"] / counts["analytic"]
+
+
+QUESTIONS: tuple[Question[Outputs], ...] = (
     Predicted(
-        "predict_counter_runs", "predicted: runs for counters", "", lambda _: len(_chosen()),
-        "The chip has few counters at a time, 8 of the shaders and 4 of the L2 cache: each group "
-        "costs a whole run, start-up and warm-up included. So profile few steps.",
+        "predict.kernels_a_step", "predicted: kernels a step", "", kernels_a_step,
+        "Each written-out operation is a kernel, forward; about two, backward; and AdamW has some "
+        "for every tensor.", within=0.5,
     ),
-    Written(
-        "csv_flag", "the option for CSV files",
-        lambda _, text: "" if " ".join(text.split()) in CSV_FLAGS else "the option and the word "
-        "after it; all commands in commands.txt but one ask for formats",
+    Predicted(
+        "predict.idle_percent", "predicted: the GPU's idle share", "%", idle_percent,
+        "A kernel that takes a few microseconds is over before the host has launched the next.",
+        within=0.3,
     ),
-    Written(
-        "separator", "what separates the tool from the program",
-        lambda _, text: "" if text == "--" else f"{text!r} is not what comes before `python` in "
-        "every command",
+    Predicted(
+        "predict.percent_of_bandwidth", "predicted: the best kernel's share of the bandwidth", "%",
+        lambda outputs: 100 * fastest_gbs(outputs) / outputs.ceiling.gbs,
+        "No kernel reaches the data sheet's number; a long element-wise one comes near. Only fewer "
+        "bytes make such a kernel faster: that is what fusing does.", within=0.15,
+    ),
+    Written("trace.hottest", "the hottest kernel",
+            lambda outputs, answer: not_the_hottest(outputs.trace, answer)),
+    Found(
+        "trace.hottest_percent", "its share of the kernels' time", "%", hottest_percent,
+        "the column `share`, first row", within=0.02, margin=0.1,
     ),
     Found(
-        "counter_runs", "runs under counters", "", lambda _: len(_counters()),
-        "each command of the dry run that has --pmc is one", within=0,
-    ),
-    Written(
-        "read_counter", "the counter of the bytes read",
-        lambda _, text: "" if text.upper() in _chosen()[0] else f"{text!r} is not in the first "
-        "--pmc command, whose folder is counters/read",
-    ),
-    Chosen(
-        "command", "the command that leaves kernel_stats.csv", COMMANDS,
-        lambda _: [letter for letter, fault in COMMANDS.items() if not fault],
-    ),
-    Chosen(
-        "script_for_the_host", "the script for the host's threads", SCRIPTS,
-        lambda _: FOR_THE_HOST,
-        "it looks at kernels; docs/profilers.md has a line for each question",
-    ),
-    _named("hottest_kernel", "the hottest kernel", lambda table: table.kernels[0]),
-    Found(
-        "hottest_calls_a_step", "its calls a step", "",
-        lambda table: table.kernels[0].calls / _steps(),
-        lambda table: f"`show` has {table.kernels[0].calls} calls, in {_steps()} steps", within=0,
-        slips=lambda table: [
-            (_calls_of_the_whole_run(table.kernels[0]) / steps, "kernel_stats.csv has those of "
-            "the whole run: rocprofv3 watches the warm-up too. `show` leaves out what is outside "
-            "of the marked steps") for steps in (1, _steps())
+        "trace.kernels_a_step", "kernels a step", "", kernels_a_step,
+        "the line below the hot list has them, for all steps and for each", within=0.005,
+        slips=lambda outputs: [
+            (outputs.trace.launches, "that is of all profiled steps together")
         ],
     ),
     Found(
-        "kernels_a_step", "kernels a step", "", lambda table: table.launches / _steps(),
-        "The line below the table of `show` has them, for each step.", within=0,
-    ),
-    Found(
-        "idle_percent", "the GPU's idle share", "%", _idle_percent,
-        "`show` has the ms in which the GPU was busy, and of how many", within=0, margin=1,
+        "trace.idle_percent", "the GPU's idle share", "%", idle_percent,
+        "the line `GPU busy A of B ms`: what is left of B, in percent of B", within=0, margin=1,
+        slips=lambda outputs: [(100 - idle_percent(outputs), "that is the busy share")],
     ),
     Chosen(
-        "category", "what takes most of the time", tuple(CATEGORIES),
-        lambda table: next(iter(table.category_ns())),
-        "it is not the first in the line 'by category' of `show`",
+        "trace.category", "what takes most of the kernels' time",
+        ("GEMM", "attention", "norm", "elementwise", "copy", "optimizer", "communication", "other"),
+        lambda outputs: next(iter(outputs.trace.category_ns())),
+        "it is not the first in the line `by category`",
     ),
-    Predicted(
-        "predict_gbs", "predicted: GB/s of an element-wise kernel", "GB/s",
-        lambda table: _gbs(_fastest(table)),
-        "No kernel reaches the data sheet's number: on an H200 a plain copy moved 4,195 GB/s of "
-        "4,800 (results/reference/nvidia_h200/ceilings). So this one is near the end, and only "
-        "fewer bytes make it faster: that is what fusing does.", within=0.1,
+    Chosen(
+        "host.script", "AMD's script for the host's threads", SCRIPTS,
+        lambda _: "run_rocprof_sys.sh", "that one looks at kernels: read the first lines of each",
     ),
-    _named("fastest_mover", "the kernel that moves most a second", _fastest),
     Found(
-        "fastest_gbs", "its rate", "GB/s", lambda table: _gbs(_fastest(table)),
-        "bytes read and written over the time, GB/s are bytes a ns", within=0.02,
-        slips=lambda table: [(
-            _fastest_gbs_under_counters(table), "these are the times of the run under counters, "
-            "where every kernel takes longer: bytes come from there, times from hotspots/",
-        )], note=_of_the_data_sheet,
+        "host.launch_us", "the host's time for a launch", "µs", launch_us,
+        "of the launching function with most calls: its time over its calls, in kernels.json of "
+        "that folder, `host_calls`", within=0.05,
     ),
-    _named("spilling_kernel", "the kernel that spills", _spilling),
+    Chosen(
+        "host.waits", "which of the two waits for the other", ("GPU", "host"), waits,
+        lambda outputs: f"the GPU is idle for {idle_percent(outputs):.0f}% of the time",
+    ),
+    Found(
+        "counters.fastest_gbs", "the most GB/s in the hot list", "GB/s", fastest_gbs,
+        "the largest number of the column GB/s, of the rows that `show` prints", within=0.02,
+        slips=lambda outputs: [
+            (gbs(outputs.counters.kernels[0]), "that is the first row's: look for the largest")
+        ],
+    ),
+    Found(
+        "roofline.ridge", "FLOP a byte at the roofline's ridge", "FLOP/byte",
+        lambda outputs: outputs.ceiling.ridge,
+        lambda outputs: f"peak over bandwidth, both of {outputs.ceiling.source}: GFLOP/s over GB/s "
+        "are FLOP a byte", within=0.03,
+        slips=lambda outputs: [
+            (outputs.ceiling.ridge / 1e3, "a TFLOP/s is a thousand GFLOP/s")
+        ],
+    ),
+    Found(
+        "roofline.intensity", "FLOP a byte of the hottest matrix product", "FLOP/byte", intensity,
+        "of the first row with category GEMM: its TFLOP/s over its GB/s, times a thousand",
+        within=0.04,
+        slips=lambda outputs: [(intensity(outputs) / 1e3, "TFLOP/s are a thousand GFLOP/s")],
+    ),
+    Chosen(
+        "roofline.side", "what limits that product, by the roofline", SIDES, side,
+        "left of the ridge is memory's side, right of it that of the arithmetic",
+    ),
+    Found(
+        "flops.deepspeed_percent", "DeepSpeed's count, of the model's own", "%", deepspeed_share,
+        "the last column of the table in flops.md, the row DeepSpeed", within=0, margin=1,
+    ),
+    Chosen(
+        "flops.left_out", "what DeepSpeed's count leaves out", LEFT_OUT,
+        lambda _: [answer for answer, why in LEFT_OUT.items() if not why],
+    ),
 )  # fmt: skip
