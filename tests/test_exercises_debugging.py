@@ -256,6 +256,15 @@ def test_a_stage_that_was_changed_or_ran_elsewhere_is_refused(diagnose, measured
     assert any("no valid JSON" in line for line in red(diagnose(results=tmp_path / "results")))
 
 
+def test_a_stage_is_judged_while_others_have_not_run(diagnose, measured, tmp_path) -> None:
+    shutil.copytree(measured, tmp_path / "results")
+    for path in (tmp_path / "results" / debug_results.FOLDER.name).glob("stage[1345]_*.json"):
+        path.unlink()
+    wrong = red(diagnose(results=tmp_path / "results"))
+    assert not any(line.startswith("stage2") for line in wrong)
+    assert any("no result yet of stage3" in line for line in wrong)
+
+
 def test_the_sheet_shows_the_published_tables() -> None:
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"(?m)^ *\| ((?:small|medium) V\d) \| (.*) \|$", text)
