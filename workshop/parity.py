@@ -81,7 +81,7 @@ def _check_version(options: Options) -> ParityReport:
 
     # A low bound: V1's training state in high precision, and what a step keeps to go backward.
     state = 4 * flops.parameter_count(config)  # weights, gradients, two moments
-    kept = gate_size.activations(config, *shape, scores=True)
+    kept = gate_size.activations(config, *shape)
     trainer.check_memory(device, setting.reference_dtype.itemsize * (state + kept), out_of_memory)
     with trainer.memory_failure_as(out_of_memory):
         return check(
