@@ -155,10 +155,10 @@ def test_a_rate_that_no_machine_reaches_is_red(tmp_path) -> None:
     result = record(Plan("v2", "tiny", "fp32"), arguments(tmp_path), "s")
     result.step_ms, result.peak_tflops = [1e-3] * 4, 0.1
     candidate = types.SimpleNamespace(result=result)
-    (sentence,) = judge.Candidate._impossible(candidate)
+    (sentence,) = judge.VersionProcess._impossible(candidate)
     assert "times what a large matrix product reaches here" in sentence
     result.step_ms = [1e3] * 4
-    assert judge.Candidate._impossible(candidate) == []
+    assert judge.VersionProcess._impossible(candidate) == []
 
 
 def test_nonsense_is_told_and_not_recorded(tmp_path) -> None:
@@ -171,9 +171,9 @@ def test_nonsense_is_told_and_not_recorded(tmp_path) -> None:
     for wrong in ({"rest": -1.0}, {"peak": 10**400}, {"source": None, "peak": "x"}):
         with pytest.raises(Closed):
             nonsense = {**told, "memory_mb": memory | wrong}
-            judge.Candidate._take(candidate, nonsense)
+            judge.VersionProcess._take(candidate, nonsense)
         assert candidate.result is result and not result.step_ms
-    judge.Candidate._take(candidate, told)
+    judge.VersionProcess._take(candidate, told)
     assert candidate.result.memory_mb == memory
 
 
@@ -182,10 +182,12 @@ def test_who_is_not_timed_is_stopped(tmp_path) -> None:
     plan, process = Plan("v2", "tiny", "fp32", repeat=1), mock.Mock()
     result = record(plan, arguments(tmp_path), "s")
     result.status = "gate failed"
-    candidate = mock.Mock(_process=process, plan=plan, result=result)
+    candidate = object.__new__(judge.VersionProcess)
+    candidate._process, candidate.plan, candidate.result = process, plan, result
+    candidate.case = mock.Mock()
     candidate.case.setting.config = plan.model_config()[0]
-    judge.Candidate.prepare(candidate)
-    judge.Candidate.measure(candidate)
+    candidate.prepare()
+    candidate.measure()
     assert [name for name, _, _ in process.mock_calls] == ["ask", "pause", "resume", "end"]
 
 

@@ -21,7 +21,7 @@ from workshop import records, results, versions
 from workshop.errors import WorkshopError
 from workshop.gate.outcome import Setting
 from workshop.judge.cases import Case, Round
-from workshop.judge.judge import Candidate, gate_shape, is_v1
+from workshop.judge.judge import VersionProcess, gate_shape, is_v1
 from workshop.judge.plans import LEARNING_RATE, Asked, Options, Plan, flag, record
 from workshop.judge.process import in_parallel, share_of_compilers
 from workshop.results import RunResult
@@ -182,7 +182,7 @@ class _Session:
         self._source = data.Source(asked.data)
         self._cases: dict[str, Case] = {}
         """By size and precision; no more than one has a process."""
-        self._waiting: list[Candidate] = []
+        self._waiting: list[VersionProcess] = []
         """Those whose reference, V1's own run, comes later in their repeat."""
         self._gates: dict[str, results.Parity] = {}
         """Verdicts of runs that are measured again in the place of the first time."""
@@ -217,11 +217,11 @@ class _Session:
         return [plan for plan in disturbed if plan.label not in self.failed]
 
     @staticmethod
-    def _doubts(one: Candidate) -> bool:
+    def _doubts(one: VersionProcess) -> bool:
         """Whether a run's times contradict the judge's for the first time: that may be luck."""
         return bool(one.wrong_times) and not one.plan.again
 
-    def _start(self, plan: Plan, beside: int) -> Candidate | None:
+    def _start(self, plan: Plan, beside: int) -> VersionProcess | None:
         """Starts a plan's process when V1 has answered what it needs; None, recorded and told, if
         V1 could not."""
         result = record(plan, self.asked, self.name, beside)
@@ -242,7 +242,7 @@ class _Session:
             case.release()
         environment = self._environment(plan.interpreted, beside)
         hear = functools.partial(self.hear, plan)
-        return Candidate(plan, case, made, self.asked, result, environment, hear)
+        return VersionProcess(plan, case, made, self.asked, result, environment, hear)
 
     def _case_of(self, plan: Plan, result: RunResult) -> Case:
         """The references of a plan's size and precision, up to those of its gate."""
@@ -281,7 +281,7 @@ class _Session:
             environment |= {interpreter.VARIABLE: "1", "OMP_NUM_THREADS": "1"}
         return environment
 
-    def _finish(self, one: Candidate) -> None:
+    def _finish(self, one: VersionProcess) -> None:
         """Judges a candidate, and those that have waited for it; saves and tells."""
         if one.is_reference:
             one.case.lead(one.round, one.course)

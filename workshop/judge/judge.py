@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from workshop import results, versions
-from workshop.errors import printable
+from workshop.errors import WorkshopError, printable
 from workshop.gate import audit, parity, plausibility
 from workshop.gate.audit import Course
 from workshop.judge import wire
 from workshop.judge.cases import Case, Round
 from workshop.judge.pipe import Closed
 from workshop.judge.plans import LEARNING_RATE, Asked, Plan
-from workshop.judge.process import Hear, Process
+from workshop.judge.process import Candidate, Hear
 from workshop.results import RunResult
 from workshop.run import flops, interpreter, timing
 
@@ -36,8 +36,8 @@ PHASES_WITHIN = 0.2, 2.0
 H200, of 400 runs, 0.68 to 1.39."""
 
 
-class Candidate:
-    """A process that is judged."""
+class VersionProcess(Candidate):
+    """The process of a version that is judged."""
 
     def __init__(
         self,
@@ -60,10 +60,7 @@ class Candidate:
         command += ["--device", asked.device, "--data", asked.data]
         command += ["--seed", str(asked.seed), "--compile", str(result.options["compile"])]
         command.append("--cuda-graph" if result.options["cuda_graph"] else "--no-cuda-graph")
-        self._process = Process([*command, "--candidate"], environment, hear)
-
-    def stop(self) -> None:
-        self._process.stop()
+        super().__init__(command, environment, hear)
 
     @property
     def stderr(self) -> list[str]:
@@ -71,24 +68,19 @@ class Candidate:
 
     # --- what it is asked ---
 
-    def prepare(self) -> None:
-        """Has it pass the gate, in its first run, and train the warm-up: then it waits, stopped, so
-        that it takes nothing from those that are timed before it."""
+    def _get_ready(self) -> None:
+        """Has it pass the gate, in its first run, and train the warm-up."""
         setting = self.case.setting
-        try:
-            self._process.ask(
-                "build",
-                config=dataclasses.asdict(setting.config),
-                batch_size=setting.batch_size,
-                seq_len=setting.seq_len,
-            )
-            if self.plan.repeat == 0 and not self.plan.again:
-                self._gate()
-            if self.result.status == "complete":
-                self._warm_up()
-            self._process.pause()
-        except Closed as closed:
-            self._fail(closed)
+        self._process.ask(
+            "build",
+            config=dataclasses.asdict(setting.config),
+            batch_size=setting.batch_size,
+            seq_len=setting.seq_len,
+        )
+        if self.plan.repeat == 0 and not self.plan.again:
+            self._gate()
+        if self.result.status == "complete":
+            self._warm_up()
 
     def _gate(self) -> None:
         case, plan = self.case, self.plan
@@ -140,7 +132,7 @@ class Candidate:
                 self._measure()
             self._process.end()
         except Closed as closed:
-            self._fail(closed)
+            self._end(closed)
 
     def _measure(self) -> None:
         schedule, result, round_ = self._schedule, self.result, self.round
@@ -183,10 +175,9 @@ class Candidate:
             setattr(result, name, self.case.facts[name])
         self.result = wire.sensible(wire.to_record(RunResult, dataclasses.asdict(result)))
 
-    def _fail(self, closed: Closed) -> None:
-        """Records why a process ended, or was ended, before its last answer."""
+    def _end(self, error: WorkshopError) -> None:
         self.course = None
-        self.result.status, self.result.error = self._process.failure(closed)
+        self.result.status, self.result.error = self._process.failure(error)
 
     # --- the verdict ---
 
