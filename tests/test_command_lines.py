@@ -132,15 +132,13 @@ NEEDS = {
     },
 }
 """The flags that a program or its subcommand can't do without, by argument."""
-FORCED = ["--baseline", "baseline.jsonl", "--device", "cpu", "--force"]
+FORCED = ["--baseline", "baseline.jsonl", "--force"]
 INSTEAD = {
     (BENCHMARK, "--rank"): ["--network", "resnet18", "--distributed_dataparallel"],
     (PLOT, "--ai"): ["--gflops", "1"],
     (PLOT, "--gflops"): ["--ai", "1"],
     ("analysis_tools/roofline_analysis.py", "--device"): ["--measure"],
-    ("analysis_tools/regression_tester.py check", "--device"): FORCED[:2],
     ("analysis_tools/regression_tester.py check", "--repeats"): FORCED,
-    ("analysis_tools/regression_tester.py check", "--num-steps"): FORCED,
 }
 """Where an argument goes with others than those."""
 

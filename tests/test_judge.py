@@ -5,7 +5,6 @@ import dataclasses
 import os
 import signal
 import sys
-import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +19,9 @@ from workshop import records
 from workshop.judge import judge, studies
 from workshop.judge.pipe import Closed, Pipe
 from workshop.judge.plans import Asked, Plan, record
-from workshop.judge.process import SECONDS_TO_STOP, Process
+from workshop.judge.process import Process
 from workshop.labs import LabRun
 from workshop.results import RunResult
-from workshop.versions import ROOT
 
 
 @pytest.fixture
@@ -202,18 +200,6 @@ def test_a_paused_process_does_nothing() -> None:
     process._pipe.close()  # as after an end that was interrupted
     process.stop()
     assert process._process.returncode == -signal.SIGTERM  # it was let go on, and not killed
-
-
-def test_a_process_that_waits_for_a_message_ends_without_a_signal() -> None:
-    """Just after a pause SIGTERM may reach a thread that the message does not wake."""
-    waits = "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN); from workshop.judge.pipe import "
-    waits += "Pipe; pipe = Pipe.to_judge(); pipe.send('ready'); pipe.receive()"
-    process = Process([sys.executable, "-c", waits], os.environ | {"PYTHONPATH": str(ROOT)})
-    process.answer("ready")
-    process.pause()
-    started = time.monotonic()
-    process.stop()
-    assert time.monotonic() - started < SECONDS_TO_STOP
 
 
 def test_the_record_is_what_was_asked_for(tmp_path) -> None:
