@@ -214,10 +214,8 @@ class VersionProcess(Candidate):
         result = self.result
         if result.interpreted or not result.peak_tflops:
             return []
-        work = flops.step_flops(
-            results.model_sizes(result.config), result.batch_size, result.seq_len
-        )
-        rate = work.total / timing.median(result.step_ms) / 1e9
+        sizes = results.model_sizes(result.config), result.batch_size, result.seq_len
+        rate = flops.step_tflops(*sizes, timing.median(result.step_ms))
         if rate <= IMPOSSIBLE * result.peak_tflops:
             return []
         return [
