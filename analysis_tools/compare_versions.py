@@ -25,9 +25,9 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
 from workshop import errors, records, results, tables, versions  # noqa: E402
 from workshop.arguments import option, run  # noqa: E402
-from workshop.compare import rows, sessions, sweep, waterfall  # noqa: E402
+from workshop.compare import rows, runner, sweep, waterfall  # noqa: E402
 from workshop.compare.rows import Row  # noqa: E402
-from workshop.compare.sessions import Asked, Planned, run_plans  # noqa: E402
+from workshop.compare.runner import Asked, Planned, run_plans  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.show import charts, comparisons, drawing  # noqa: E402
@@ -149,7 +149,7 @@ def _ladder(options: Options) -> Study:
         return rows.build_rows(_asked_for(options, shown))
 
     def plan(session: str) -> Planned:
-        return sessions.plan(options)
+        return runner.plan(options)
 
     what = "runs of the --versions, --config and --precision given"
     parts = plan, rows.build_rows, find, comparisons.of_rows, charts.draw_rows

@@ -25,9 +25,9 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
 from workshop import errors, records, results, tables  # noqa: E402
 from workshop.arguments import option, read_command  # noqa: E402
-from workshop.compare import regression, rows, sessions  # noqa: E402
+from workshop.compare import regression, rows, runner  # noqa: E402
 from workshop.compare.regression import ALARMS, Finding  # noqa: E402
-from workshop.compare.sessions import Asked  # noqa: E402
+from workshop.compare.runner import Asked  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError, printable  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.run import hardware  # noqa: E402
@@ -185,9 +185,9 @@ def _run(asked: Asked) -> list[RunResult]:
     if asked.repeats < regression.LEAST_PROCESSES:
         least = f"takes at least {regression.LEAST_PROCESSES}; {REPEATS} are better"
         raise WorkshopError(f"--repeats {asked.repeats}: the scatter between processes {least}")
-    planned = sessions.plan(asked)
+    planned = runner.plan(asked)
     results.prepare_folder(asked.output_dir)
-    runs, interrupted = sessions.run_plans(planned, asked, results.new_session())
+    runs, interrupted = runner.run_plans(planned, asked, results.new_session())
     if interrupted:
         raise KeyboardInterrupt
     return runs

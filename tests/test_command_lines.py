@@ -24,7 +24,7 @@ from labs.inference_benchmark import measure
 from labs.inference_benchmark.modes import Variant
 from workshop import errors, records
 from workshop.arguments import count
-from workshop.compare import sessions
+from workshop.compare import runner
 from workshop.exercises import sheet
 from workshop.gate import canonical, parity
 from workshop.results import RunResult
@@ -449,7 +449,7 @@ REACHES = [
     (
         "analysis_tools/regression_tester.py",
         "baseline save --baseline a.json --precision bf16 --warmup-steps 3 --seed 5 --jobs 2",
-        (sessions, "plan"),
+        (runner, "plan"),
         lambda a: (a.precision, a.warmup_steps, a.seed, a.jobs) == (["bf16"], 3, 5, 2),
     ),
     (

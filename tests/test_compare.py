@@ -23,7 +23,7 @@ from test_results import files, make_result
 
 from analysis_tools import compare_versions
 from workshop import arguments, records, results, tables, versions
-from workshop.compare import rows, sessions, sweep, waterfall
+from workshop.compare import rows, runner, sweep, waterfall
 from workshop.compare.rows import Row
 from workshop.judge import judge, process
 from workshop.results import RunResult
@@ -643,9 +643,9 @@ def test_ctrl_c_while_a_process_starts_leaves_none_running(tmp_path, monkeypatch
     monkeypatch.setattr(process.subprocess, "Popen", start)
     words = ["--device", "cpu", "--output-dir", str(tmp_path)]
     asked = arguments.read(compare_versions.Options, words)
-    plans = sessions.Planned.of([sessions.Plan("v1", "tiny", "fp32")])
+    plans = runner.Planned.of([runner.VersionPlan("v1", "tiny", "fp32")])
     try:
-        assert sessions.run_plans(plans, asked, "1") == ([], True)
+        assert runner.run_plans(plans, asked, "1") == ([], True)
         assert [one.poll() is not None for one in started] == [True]
     finally:
         for one in started:

@@ -18,7 +18,7 @@ from test_results import make_result
 from workshop import records
 from workshop.judge import judge, studies
 from workshop.judge.pipe import Closed, Pipe
-from workshop.judge.plans import Asked, Plan, record
+from workshop.judge.plans import Asked, VersionPlan, record
 from workshop.judge.process import Process
 from workshop.labs import LabRun
 from workshop.results import RunResult
@@ -150,7 +150,7 @@ def arguments(folder: Path) -> Asked:
 
 
 def test_a_rate_that_no_machine_reaches_is_red(tmp_path) -> None:
-    result = record(Plan("v2", "tiny", "fp32"), arguments(tmp_path), "s")
+    result = record(VersionPlan("v2", "tiny", "fp32"), arguments(tmp_path), "s")
     result.step_ms, result.peak_tflops = [1e-3] * 4, 0.1
     candidate = types.SimpleNamespace(result=result)
     (sentence,) = judge.VersionProcess._impossible(candidate)
@@ -160,10 +160,12 @@ def test_a_rate_that_no_machine_reaches_is_red(tmp_path) -> None:
 
 
 def test_nonsense_is_told_and_not_recorded(tmp_path) -> None:
-    result = record(Plan("v2", "tiny", "fp32"), arguments(tmp_path), "s")
-    case = types.SimpleNamespace(facts={"sizes": {}, "peak_tflops": 1.0, "peak_source": "measured"})
+    result = record(VersionPlan("v2", "tiny", "fp32"), arguments(tmp_path), "s")
+    references = types.SimpleNamespace(
+        facts={"sizes": {}, "peak_tflops": 1.0, "peak_source": "measured"}
+    )
     course = types.SimpleNamespace(losses=torch.ones(5), gradients={})
-    candidate = types.SimpleNamespace(result=result, case=case, course=course)
+    candidate = types.SimpleNamespace(result=result, references=references, course=course)
     memory = {"peak": 5.0, "rest": 1.0, "source": "allocator"}
     told = {"step_ms": [1.0] * 4, **PHASES, "setup_s": {}, "memory_mb": memory}
     for wrong in ({"rest": -1.0}, {"peak": 10**400}, {"source": None, "peak": "x"}):
@@ -177,13 +179,13 @@ def test_nonsense_is_told_and_not_recorded(tmp_path) -> None:
 
 def test_who_is_not_timed_is_stopped(tmp_path) -> None:
     """Else it can slow those that are timed before it."""
-    plan, process = Plan("v2", "tiny", "fp32", repeat=1), mock.Mock()
+    plan, process = VersionPlan("v2", "tiny", "fp32", repeat=1), mock.Mock()
     result = record(plan, arguments(tmp_path), "s")
     result.status = "gate failed"
     candidate = object.__new__(judge.VersionProcess)
     candidate._process, candidate.plan, candidate.result = process, plan, result
-    candidate.case = mock.Mock()
-    candidate.case.setting.config = plan.model_config()[0]
+    candidate.references = mock.Mock()
+    candidate.references.setting.config = plan.model_config()[0]
     candidate.prepare()
     candidate.measure()
     assert [name for name, _, _ in process.mock_calls] == ["ask", "pause", "resume", "end"]
@@ -204,7 +206,7 @@ def test_a_paused_process_does_nothing() -> None:
 
 def test_the_record_is_what_was_asked_for(tmp_path) -> None:
     """Every setting comes from the plan: nothing that a candidate tells can change it."""
-    plan = Plan("v2", "tiny", "fp32", options={"fuse_qkv": False}, sizes={"seq_len": 64})
+    plan = VersionPlan("v2", "tiny", "fp32", options={"fuse_qkv": False}, sizes={"seq_len": 64})
     result = record(plan, arguments(tmp_path), "s")
     assert isinstance(result, RunResult)
     assert (result.version, result.config_name, result.seq_len) == ("v2", "custom", 64)

@@ -440,7 +440,7 @@ def test_a_check_runs_what_the_baseline_ran(saved, monkeypatch, capsys) -> None:
 
 
 def test_another_machine_is_refused_before_anything_runs(saved, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(regression_tester.sessions, "run_plans", pytest.fail)
+    monkeypatch.setattr(regression_tester.runner, "run_plans", pytest.fail)
     out = saved.parent / "out"
     assert run_tool("check", "--baseline", saved, "--output-dir", out) == 77
     line = capsys.readouterr().err
@@ -453,7 +453,7 @@ def test_another_machine_is_refused_before_anything_runs(saved, monkeypatch, cap
 )
 def test_ctrl_c_judges_nothing(words, saved, monkeypatch, capsys) -> None:
     tester, before = regression_tester, saved.read_text()
-    monkeypatch.setattr(tester.sessions, "run_plans", lambda *_: (session(), True))
+    monkeypatch.setattr(tester.runner, "run_plans", lambda *_: (session(), True))
     output = ("--output-dir", saved.parent / "out")
     assert run_tool(*words, "--baseline", saved, *output) == 130
     assert "interrupted: nothing judged" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from workshop.compare import sweep
 from workshop.compare.sweep import AXES, Curve, Sweep
 from workshop.errors import WorkshopError
 from workshop.gate import gate_size, parity
-from workshop.judge.plans import Plan, record
+from workshop.judge.plans import VersionPlan, record
 from workshop.results import RunResult
 from workshop.run import flops, hardware, memory, precision, presets
 from workshop.show import comparisons
@@ -136,7 +136,7 @@ def arguments(folder: Path, *words: str) -> Options:
     return read(Options, flags)
 
 
-def save(plan: Plan, given: Options, status: results.Status, why: str) -> None:
+def save(plan: VersionPlan, given: Options, status: results.Status, why: str) -> None:
     run = record(plan, given, SESSION)
     run.status, run.error = status, why
     records.add(run, given.output_dir)

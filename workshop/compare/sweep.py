@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 
 from workshop import versions
-from workshop.compare import rows, sessions
+from workshop.compare import rows, runner
 from workshop.compare.rows import Row
-from workshop.compare.sessions import Asked, Plan, Planned
+from workshop.compare.runner import Asked, Planned, VersionPlan
 from workshop.errors import NotOnThisMachine, WorkshopError, printable
 from workshop.results import MODEL_SIZES, MOST, Kind, RunResult, model_sizes
 from workshop.run import flops, hardware, interpreter, presets
@@ -154,7 +154,7 @@ def plan(asked: Asked, words: Sequence[str], session: str) -> Planned:
         WorkshopError: an invalid version, preset, precision, device, size or count.
         NotOnThisMachine: all of the versions would be interpreted.
     """
-    device, configs, precisions = sessions.check(asked)
+    device, configs, precisions = runner.check(asked)
     axis, sizes = parse(words)
     if len(sizes) < 2:
         raise WorkshopError(f"--sweep {axis.flag}: give two sizes or more")
@@ -170,24 +170,31 @@ def plan(asked: Asked, words: Sequence[str], session: str) -> Planned:
     skipped = [f"{key}: skipped: interpreted, it has no times to compare" for key in slow]
     free = hardware.free_memory_bytes(device)
 
-    def plans() -> Iterator[Plan]:
+    def plans() -> Iterator[VersionPlan]:
         for config, precision in itertools.product(configs, precisions):
             kept = _kept_by_preset(presets.get_preset(config), axis)
             left = keys
             for size in sizes:
                 runs = [
                     run
-                    for run in sessions.load_session(asked.output_dir, session)
+                    for run in runner.load_session(asked.output_dir, session)
                     if run.precision == precision and _kept_by(run, axis) == kept
                 ]
                 ended = {run.version for run in runs if out_of_memory(run)}
                 own = [
-                    _at(axis, size, Plan(key, config, precision, kind=KIND), runs, device, free)
+                    _at(
+                        axis,
+                        size,
+                        VersionPlan(key, config, precision, kind=KIND),
+                        runs,
+                        device,
+                        free,
+                    )
                     for key in left
                     if key not in ended
                 ]
                 left = [plan.version for plan in own if not plan.skipped]
-                yield from sessions.alternate(own, asked.repeats)
+                yield from runner.alternate(own, asked.repeats)
 
     total = len(configs) * len(precisions) * len(sizes) * len(keys) * asked.repeats
     return Planned(plans(), keys, total, skipped)
@@ -196,11 +203,11 @@ def plan(asked: Asked, words: Sequence[str], session: str) -> Planned:
 def _at(
     axis: Axis,
     size: int,
-    plan: Plan,
+    plan: VersionPlan,
     runs: list[RunResult],
     device: torch.device,
     free_bytes: int | None,
-) -> Plan:
+) -> VersionPlan:
     """The plan at one size; skipped if the smaller sizes' runs predict that it can't fit."""
     changes = sizes_at(axis, size, presets.get_preset(plan.config))
     plan = dataclasses.replace(plan, sizes=changes, name=f"{axis.flag} {size}")

@@ -16,10 +16,10 @@ from workshop.errors import WorkshopError, printable
 from workshop.gate import audit, parity, plausibility
 from workshop.gate.audit import Course
 from workshop.judge import wire
-from workshop.judge.cases import Case, Round
 from workshop.judge.pipe import Closed
-from workshop.judge.plans import LEARNING_RATE, Asked, Plan
+from workshop.judge.plans import LEARNING_RATE, Asked, VersionPlan
 from workshop.judge.process import Candidate, Hear
+from workshop.judge.references import References, Round
 from workshop.results import RunResult
 from workshop.run import flops, interpreter, timing
 
@@ -41,8 +41,8 @@ class VersionProcess(Candidate):
 
     def __init__(
         self,
-        plan: Plan,
-        case: Case,
+        plan: VersionPlan,
+        references: References,
         round_: Round,
         asked: Asked,
         result: RunResult,
@@ -50,7 +50,7 @@ class VersionProcess(Candidate):
         hear: Hear,
     ) -> None:
         """`result` is the record that it will fill."""
-        self.plan, self.case, self.round, self.result = plan, case, round_, result
+        self.plan, self.references, self.round, self.result = plan, references, round_, result
         self._schedule = plan.schedule(asked)
         self.course: Course | None = None
         """Its timed run, to be compared."""
@@ -70,7 +70,7 @@ class VersionProcess(Candidate):
 
     def _get_ready(self) -> None:
         """Has it pass the gate, in its first run, and train the warm-up."""
-        setting = self.case.setting
+        setting = self.references.setting
         self._process.ask(
             "build",
             config=dataclasses.asdict(setting.config),
@@ -83,16 +83,20 @@ class VersionProcess(Candidate):
             self._warm_up()
 
     def _gate(self) -> None:
-        case, plan = self.case, self.plan
-        shape = gate_shape(plan, case)
-        setting = case.of_shape(shape)
+        references, plan = self.references, self.plan
+        shape = gate_shape(plan, references)
+        setting = references.of_shape(shape)
         report = parity.new_report(setting)
         for part, where in enumerate(parity.parts(setting)):
             self._process.ask(
-                "gate", part=part, seed=case.setting.seed, batch_size=shape[0], seq_len=shape[1]
+                "gate",
+                part=part,
+                seed=references.setting.seed,
+                batch_size=shape[0],
+                seq_len=shape[1],
             )
             self._process.answer("answered")
-            self._process.ask("sketch", seed=case.gate_seed)
+            self._process.ask("sketch", seed=references.gate_seed)
             answer = self._process.answer("outcome", "refused")
             if answer.kind == "refused":
                 why = answer.values.get("why") or ["it gives no reason"]
@@ -100,7 +104,7 @@ class VersionProcess(Candidate):
             else:
                 found = wire.to_outcome(answer)
                 with wire.expected():  # of which tensors may be missing
-                    parity.add(report, where, found, *case.gate_answers[shape, part])
+                    parity.add(report, where, found, *references.gate_answers[shape, part])
             if not report.passed:
                 self.result.status = "gate failed"
                 break
@@ -108,13 +112,13 @@ class VersionProcess(Candidate):
         self._summary = report.summary()
 
     def _warm_up(self) -> None:
-        schedule, case = self._schedule, self.case
+        schedule, references = self._schedule, self.references
         # In the place of the timed steps' batches, which come with "go", stand others.
-        batches = case.draw(schedule.batches - schedule.warmup, schedule.warmup)
+        batches = references.draw(schedule.batches - schedule.warmup, schedule.warmup)
         self._process.ask(
             "train",
             {"batches": batches},
-            seed=case.setting.seed,
+            seed=references.setting.seed,
             learning_rate=LEARNING_RATE,
             warmup=schedule.warmup,
             timed=schedule.timed,
@@ -163,7 +167,7 @@ class VersionProcess(Candidate):
             result.memory_mb = {str(k): float(v) for k, v in memory.items()}
             result.memory_mb["source"] = str(details["memory_mb"]["source"])
         result.losses = results.finite(course.losses.tolist())
-        sizes: dict[str, int] = self.case.facts["sizes"]
+        sizes: dict[str, int] = self.references.facts["sizes"]
         reached = [n for n, sketch in course.gradients.items() if n in sizes and sketch.any()]
         result.gradients = results.Gradients(
             tensors_total=len(sizes),
@@ -172,7 +176,7 @@ class VersionProcess(Candidate):
             params_with_grad=sum(sizes[name] for name in reached),
         )
         for name in ("peak_tflops", "peak_source"):
-            setattr(result, name, self.case.facts[name])
+            setattr(result, name, self.references.facts[name])
         self.result = wire.sensible(wire.to_record(RunResult, dataclasses.asdict(result)))
 
     def _end(self, error: WorkshopError) -> None:
@@ -189,7 +193,7 @@ class VersionProcess(Candidate):
     @property
     def awaits_reference(self) -> bool:
         """Whether V1's run on its batches is yet to come."""
-        missing = self.course is not None and self.case.reference(self.round) is None
+        missing = self.course is not None and self.references.reference(self.round) is None
         return missing and not self.is_reference and not self.plan.interpreted
 
     def judge(self) -> None:
@@ -197,8 +201,8 @@ class VersionProcess(Candidate):
         result = self.result
         if self.course is None:
             return
-        setting = self.case.setting
-        reference = None if self.plan.interpreted else self.case.reference(self.round)
+        setting = self.references.setting
+        reference = None if self.plan.interpreted else self.references.reference(self.round)
         if reference is not None:
             result.audit = audit.judge(self.course, reference, setting)
         elif not self.plan.interpreted:
@@ -242,17 +246,17 @@ class VersionProcess(Candidate):
         return "\n  ".join([f"audit: {summary}", *found.failures])
 
 
-def is_v1(plan: Plan, result: RunResult) -> bool:
+def is_v1(plan: VersionPlan, result: RunResult) -> bool:
     """Whether a plan is V1 as the ladder times it: eager."""
     plain = result.options["compile"] == "none" and not result.options["cuda_graph"]
     return plan.version == versions.BASELINE and plain
 
 
-def gate_shape(plan: Plan, case: Case) -> tuple[int, int]:
+def gate_shape(plan: VersionPlan, references: References) -> tuple[int, int]:
     """Batch size and sequence length of a candidate's gate."""
     if plan.interpreted:
-        return interpreter.gate_shape(case.setting.batch_size, case.setting.seq_len)
-    batch_size, seq_len = case.facts["shape"]
+        return interpreter.gate_shape(references.setting.batch_size, references.setting.seq_len)
+    batch_size, seq_len = references.facts["shape"]
     return batch_size, seq_len
 
 
