@@ -611,10 +611,8 @@ def test_sketches_of_outcomes_get_the_same_verdict(
 ) -> None:
     compare = parity.compare
 
-    def compare_sketches(report, setting, runs: parity.Runs) -> None:
-        compare(
-            report, setting, parity.Runs(*(wire.sketched(one, 0) for one in vars(runs).values()))
-        )
+    def compare_sketches(report, runs: parity.Runs) -> None:
+        compare(report, parity.Runs(*(wire.sketched(one, 0) for one in vars(runs).values())))
 
     monkeypatch.setattr(parity, "compare", compare_sketches)
     model = versions.load("v2" if fault is None else "v1").TinyLlama(odd_config)

@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _show(options: Options) -> int:
     report = _check_version(options)
-    print(f"{options.version} {options.config} {report.precision} on {report.device}, ", end="")
-    print(f"against {report.reference}: {report.summary()}")
+    print(f"{options.version} {options.config} {report.setting.precision.name} on ", end="")
+    print(f"{report.setting.device}, against {report.setting.reference_name}: {report.summary()}")
     for failure in report.failures:
         print(f"  {failure}")
     return errors.DONE if report.passed else errors.ANSWER_IS_NO

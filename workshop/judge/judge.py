@@ -86,7 +86,7 @@ class VersionProcess(Candidate):
         references, plan = self.references, self.plan
         shape = gate_shape(plan, references)
         setting = references.of_shape(shape)
-        report = parity.new_report(setting)
+        report = parity.ParityReport(setting)
         for part, where in enumerate(parity.parts(setting)):
             self._process.ask(
                 "gate",

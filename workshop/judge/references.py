@@ -194,8 +194,8 @@ class References:
         if self._own_errors is None:
             return None
         if made.exact is not None:
-            dtype = str(self.setting.reference_dtype).removeprefix("torch.")
-            return Reference(made.exact, self._own_errors, f"V1 in {dtype}", exact=True)
+            name = self.setting.reference_name
+            return Reference(made.exact, self._own_errors, name, exact=True)
         if made.own is None:
             return None
         return Reference(made.own, self._own_errors, "V1's own run", exact=False)
