@@ -158,33 +158,25 @@ def test_a_run_that_is_judged_later_is_written_once_more(tmp_path) -> None:
     assert records.load(path) == comparison and len(comparison.runs) == 2
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("old", [None, "old"])
-def test_what_fails_half_way_leaves_what_was_there(error, old, tmp_path) -> None:
-    target = tmp_path / "comparison.png"
-    if old:
-        target.write_text(old)
-    with pytest.raises(error), results.atomic_path(target) as path:
-        assert path.parent == tmp_path and path.suffix == ".png"
-        path.write_text("half")
-        raise error
-    assert files(tmp_path) == (["comparison.png"] if old else [])
-    assert not old or target.read_text() == old
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("name", ["comparison.png", "folder/file"])
+def test_the_new_takes_the_place_of_the_old_whole_or_not_at_all(name, error, tmp_path) -> None:
+    first, *below = Path(name).parts
 
+    def put(place: Path, text: str) -> None:
+        path = place.joinpath(*below)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
 
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
-def test_a_folder_takes_an_older_ones_place_or_vanishes(error, tmp_path) -> None:
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "old").touch()
-    with (
-        pytest.raises(error) if error else contextlib.nullcontext(),
-        results.atomic_path(tmp_path / "set") as path,
-    ):
-        path.mkdir()
-        (path / "new").touch()
+    put(tmp_path / first, "old")
+    failing = pytest.raises(error) if error else contextlib.nullcontext()
+    with failing, results.atomic_path(tmp_path / first) as path:
+        assert path.parent == tmp_path and path.suffix.endswith(Path(first).suffix)
+        put(path, "new")
         if error:
             raise error
-    assert files(tmp_path) == ["set/old" if error else "set/new"]
+    assert files(tmp_path) == [name]
+    assert (tmp_path / name).read_text() == ("old" if error else "new")
 
 
 def test_a_file_from_before_a_field_is_read(tmp_path) -> None:

@@ -169,12 +169,7 @@ class VersionProcess(Candidate):
         result.losses = results.finite(course.losses.tolist())
         sizes: dict[str, int] = self.references.facts["sizes"]
         reached = [n for n, sketch in course.gradients.items() if n in sizes and sketch.any()]
-        result.gradients = results.Gradients(
-            tensors_total=len(sizes),
-            tensors_with_grad=len(reached),
-            params_total=sum(sizes.values()),
-            params_with_grad=sum(sizes[name] for name in reached),
-        )
+        result.gradients = results.Gradients.of(sizes, reached)
         for name in ("peak_tflops", "peak_source"):
             setattr(result, name, self.references.facts[name])
         self.result = wire.sensible(wire.to_record(RunResult, dataclasses.asdict(result)))
