@@ -24,7 +24,7 @@ from labs.inference_benchmark import measure
 from labs.inference_benchmark.modes import Variant
 from workshop import errors, records
 from workshop.arguments import count
-from workshop.compare import sessions
+from workshop.compare import runner
 from workshop.exercises import sheet
 from workshop.gate import canonical, parity
 from workshop.results import RunResult
@@ -132,15 +132,13 @@ NEEDS = {
     },
 }
 """The flags that a program or its subcommand can't do without, by argument."""
-FORCED = ["--baseline", "baseline.jsonl", "--device", "cpu", "--force"]
+FORCED = ["--baseline", "baseline.jsonl", "--force"]
 INSTEAD = {
     (BENCHMARK, "--rank"): ["--network", "resnet18", "--distributed_dataparallel"],
     (PLOT, "--ai"): ["--gflops", "1"],
     (PLOT, "--gflops"): ["--ai", "1"],
     ("analysis_tools/roofline_analysis.py", "--device"): ["--measure"],
-    ("analysis_tools/regression_tester.py check", "--device"): FORCED[:2],
     ("analysis_tools/regression_tester.py check", "--repeats"): FORCED,
-    ("analysis_tools/regression_tester.py check", "--num-steps"): FORCED,
 }
 """Where an argument goes with others than those."""
 
@@ -451,7 +449,7 @@ REACHES = [
     (
         "analysis_tools/regression_tester.py",
         "baseline save --baseline a.json --precision bf16 --warmup-steps 3 --seed 5 --jobs 2",
-        (sessions, "plan"),
+        (runner, "plan"),
         lambda a: (a.precision, a.warmup_steps, a.seed, a.jobs) == (["bf16"], 3, 5, 2),
     ),
     (

@@ -23,7 +23,7 @@ from test_results import files, make_result
 
 from analysis_tools import compare_versions
 from workshop import arguments, records, results, tables, versions
-from workshop.compare import rows, sessions, sweep, waterfall
+from workshop.compare import rows, runner, sweep, waterfall
 from workshop.compare.rows import Row
 from workshop.judge import judge, process
 from workshop.results import RunResult
@@ -359,33 +359,6 @@ def test_rows_of_results_can_be_chosen(words, shown, tmp_path, capsys) -> None:
     assert found == set(shown.split())
 
 
-HOSTILE = "\ud800 $\\frac$ \x1b[31m | <b>"
-"""A name that can't be encoded, is no formula, steers a terminal, and is markup."""
-
-
-@pytest.mark.parametrize("words", [[], ["--waterfall"], ["--sweep", "seq-len"]], ids=str)
-def test_a_device_may_have_any_name(words, tmp_path, capsys) -> None:
-    device = {"type": "cpu", "name": HOSTILE, "memory_gb": 1.0}
-    qkv_alone = {"fuse_qkv": True} | dict.fromkeys(waterfall.switches("v2")[1:], False)
-    red = {"gate": "fail", "status": "gate failed", "step_ms": []}
-    for kind, v2 in (("run", {}), (waterfall.KIND, qkv_alone), (sweep.KIND, {})):
-        for length in (128, 256):
-            own = {"device": device, "kind": kind, "seq_len": length}
-            records.add(make_result(**own), tmp_path / "in")
-            records.add(make_result("v2", options=v2, **own), tmp_path / "in")
-    records.add(
-        make_result("v4", options={"compile": HOSTILE}, device=device, **red), tmp_path / "in"
-    )
-    words = [*words, "--from-results", str(tmp_path / "in"), "--output-dir", str(tmp_path / "out")]
-    for form in tables.FORMATS:
-        compare_versions.main([*words, "--format", form])
-        shown = capsys.readouterr()
-        assert "error" not in shown.err and b"\x1b" not in shown.out.encode()  # as a terminal does
-    (text,) = (path.read_text() for path in (tmp_path / "out").glob("*.md"))
-    assert r"\$\\frac\$ \[31m \| \<b\>" in text
-    assert len(files(tmp_path / "out")) == 4
-
-
 @pytest.mark.parametrize("flag", ["--output-dir", "--output"])
 def test_the_files_of_results_keep_the_contract(flag, tmp_path, capsys) -> None:
     """The sessions and software that are shown head the Markdown; each size has its own table."""
@@ -670,9 +643,9 @@ def test_ctrl_c_while_a_process_starts_leaves_none_running(tmp_path, monkeypatch
     monkeypatch.setattr(process.subprocess, "Popen", start)
     words = ["--device", "cpu", "--output-dir", str(tmp_path)]
     asked = arguments.read(compare_versions.Options, words)
-    plans = sessions.Planned.of([sessions.Plan("v1", "tiny", "fp32")])
+    plans = runner.Planned.of([runner.VersionPlan("v1", "tiny", "fp32")])
     try:
-        assert sessions.run_plans(plans, asked, "1") == ([], True)
+        assert runner.run_plans(plans, asked, "1") == ([], True)
         assert [one.poll() is not None for one in started] == [True]
     finally:
         for one in started:

@@ -23,7 +23,7 @@ from workshop.arguments import read
 from workshop.classroom import instructor
 from workshop.collection import Collection
 from workshop.compare import rows, waterfall
-from workshop.compare.sessions import Planned
+from workshop.compare.runner import Planned
 from workshop.compare.waterfall import NEEDS_GPU, Rung
 from workshop.gate import parity
 from workshop.results import RunResult

@@ -55,7 +55,7 @@ def _prove_and_train(job: Job) -> int:
     whole = audit.Round(setting, batches[: asked.schedule.steps], arguments.learning_rate)
     job.turn.check = audit.Check(whole, gate.Gate.of(job))
     request.print_configuration(asked, data)
-    request.print_lines([("processes", f"{group.size}, {arguments.strategy}, {_parts(job)}")])
+    request.print_lines({"processes": f"{group.size}, {arguments.strategy}, {_parts(job)}"})
     if start and start.steps >= asked.schedule.steps:
         record.losses, record.status = results.finite(start.losses), "interrupted"
         record.error = "trained by an attempt that ended before it wrote its result: no times"
@@ -347,13 +347,13 @@ def _print_summary(record: LabRun) -> None:
     ms, peak = median(record.step_ms), record.memory_mb.get("peak")
     check = record.audit if record.gate.status == "pass" else record.gate
     print("Summary")
-    request.print_lines([
-        ("speed", f"{record.units_per_step / ms * 1e3:,.0f} tokens/s of all processes"),
-        ("step", f"{ms:.2f} ms (median of {len(record.step_ms)}, half within "
-                 f"{spread(record.step_ms):.1%})"),
-        ("loss", f"{request.first_and_last(record.losses)}, of all processes"),
-        *([("memory", f"{peak:,.0f} MB peak a GPU")] if peak else []),
-        ("verdict", VERDICTS[check.status]),
-    ])  # fmt: skip
+    request.print_lines({
+        "speed": f"{record.units_per_step / ms * 1e3:,.0f} tokens/s of all processes",
+        "step": f"{ms:.2f} ms (median of {len(record.step_ms)}, half within "
+                f"{spread(record.step_ms):.1%})",
+        "loss": f"{request.first_and_last(record.losses)}, of all processes",
+        "memory": f"{peak:,.0f} MB peak a GPU" if peak else "",
+        "verdict": VERDICTS[check.status],
+    })  # fmt: skip
     for sentence in record.plausibility:
         print(f"  IMPLAUSIBLE: {sentence}")
