@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from test_results import make_result
 
-from workshop import errors, records
+from workshop import errors, records, tables
 from workshop.errors import WorkshopError
 from workshop.profilers import kernel_file, show
 from workshop.profilers.__main__ import main
@@ -374,7 +374,7 @@ def test_show_warns_of_a_run_that_did_not_succeed(
 def test_every_command_carries_every_warning(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setattr(tables, "_WIDTH_OF_A_FILE", 1000)
     table = dataclasses.replace(TABLE, warnings=[f"{HOSTILE} is cut off"])
     doubtful, clean = tmp_path / "ncu", tmp_path / "clean"
     kernel_file.write(table, doubtful)
@@ -421,15 +421,19 @@ def test_show_warns_of_an_interpreted_run(
     ],
 )
 @pytest.mark.parametrize("width", [80, 132])
-def test_kernels_can_be_told_apart_at_any_width(path: Path, width: int) -> None:
-    table = load(path)
-    console = Console(width=width, file=io.StringIO())
-    console.print(show.render(table, 200, width)[0])
-    rows = [line.split("│") for line in console.file.getvalue().splitlines() if "│" in line]
-    names = [row[1].strip() for row in rows]
-    assert len(set(names)) == len(names) == len(table.kernels)
-    assert not any("…" in cell for row in rows for cell in row[2:])
-    assert all(len(line) == len("│".join(rows[0])) <= width for line in map("│".join, rows))
+def test_kernels_can_be_told_apart_at_any_width(
+    path: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, console = load(path), Console(width=width, file=io.StringIO())
+    monkeypatch.setattr(tables, "terminal", lambda: console)
+    hot = show.hot_list(table, 200)
+    names = {line.cells[0] for line in hot.lines}
+    assert len(names) == len(table.kernels)
+    tables.print_tables([dataclasses.replace(hot, title="", notes=())])
+    printed = console.file.getvalue().splitlines()
+    for line in hot.lines:
+        assert any(all(cell in row for cell in line.cells) for row in printed)
+    assert max(map(len, printed)) <= width
 
 
 # --- as a user types it --------------------------------------------------------------------------

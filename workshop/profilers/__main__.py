@@ -65,13 +65,19 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _diff(arguments: argparse.Namespace) -> int:
     errors.require("rich")
-    from workshop.profilers import diff
+    from workshop import tables
+    from workshop.profilers import diff, show
     from workshop.profilers.load import load_with_doubts, recorded_run
 
-    a, b = arguments.a, arguments.b
-    tables = load_with_doubts(a), load_with_doubts(b)
-    difference = diff.compare(*tables, recorded_run(a), recorded_run(b))
-    return _finish(arguments, "diff.json", diff.as_json(difference), [diff.render(difference)])
+    places = {"A": arguments.a, "B": arguments.b}
+    a, b = map(load_with_doubts, places.values())
+    difference = diff.compare(a, b, *map(recorded_run, places.values()))
+    written = _write(arguments.output_dir, "diff.json", diff.as_json(difference))
+    for name, table in zip(places, (a, b), strict=True):
+        tables.print_notes([f"{name}: {table.path}", *show.warnings(table)])
+    tables.print_tables(diff.render(difference))
+    print(written, end="")
+    return errors.DONE
 
 
 def _draw(arguments: argparse.Namespace) -> int:
@@ -90,41 +96,34 @@ def _draw(arguments: argparse.Namespace) -> int:
 
 def _advise(arguments: argparse.Namespace) -> int:
     errors.require("rich")
-    from rich.text import Text
-
-    from workshop.profilers import advisor
+    from workshop import tables
+    from workshop.profilers import advisor, show
     from workshop.profilers.load import load_with_doubts, recorded
-    from workshop.profilers.names import printable
-    from workshop.profilers.show import render_warnings
 
     content: dict[str, Any] = {"schema_version": 1, "advice": {}, "warnings": {}}
-    shown: list[Any] = []
+    found = []
     for path in arguments.paths:
         table = load_with_doubts(path)
-        found = advisor.advise(table, recorded(path))
-        content["advice"][str(path)] = [dataclasses.asdict(advice) for advice in found]
+        found.append((path, table, advisor.advise(table, recorded(path))))
+        content["advice"][str(path)] = [dataclasses.asdict(advice) for advice in found[-1][2]]
         content["warnings"][str(path)] = table.warnings
-        shown.append(Text(printable(str(path)), style="bold"))
-        shown += [*render_warnings(table.warnings), advisor.render(found)]
-    return _finish(arguments, "advice.json", content, shown)
+    written = _write(arguments.output_dir, "advice.json", content)
+    for path, table, advice in found:
+        tables.print_notes([str(path), *show.warnings(table)])
+        tables.terminal().print(advisor.render(advice))
+    print(written, end="")
+    return errors.DONE
 
 
-def _finish(
-    arguments: argparse.Namespace, name: str, content: dict[str, Any], shown: list[Any]
-) -> int:
-    """Writes a file to --output-dir, if one was given, and then prints: an output that is closed
-    early costs no file."""
-    from rich.console import Console
-
+def _write(folder: Path | None, name: str, content: dict[str, Any]) -> str:
+    """Writes a file to --output-dir, if one was given, before anything is printed: an output that
+    is closed early costs no file. Returns the line that says so."""
     from workshop import results
 
-    folder = arguments.output_dir
-    if folder is not None:
-        results.write_json(results.prepare_folder(folder) / name, content)
-    Console().print(*shown, sep="\n")
-    if folder is not None:
-        print(f"Written: {folder / name}")
-    return errors.DONE
+    if folder is None:
+        return ""
+    results.write_json(results.prepare_folder(folder) / name, content)
+    return f"Written: {folder / name}\n"
 
 
 if __name__ == "__main__":
