@@ -658,7 +658,7 @@ def test_all_run_past_a_failure_and_the_summary_shows_it(
         "run_nsys.sh: ok (0 s)",
     ]
     assert re.search(r"nsys .* ok ", out)
-    assert "FAILED: <b>out of memory</b> (ncu.log)" in out
+    assert "FAILED: <b>out of memory</b>" in out
     assert "skipped, no AMD GPU here: rocprofv3\n" in out
     written = json.loads((machine.out / "summary.json").read_text())
     statuses = [f"{t['tool']} {t['status']} {t['exit_status']}" for t in written["tools"]]
@@ -772,7 +772,7 @@ def test_pages_say_what_was_profiled_and_what_bounds_it(tmp_path: Path) -> None:
     assert "its run did not succeed (exit status 3)" in page
     assert "&lt;small&gt;" in page and "&lt;b&gt;lost" in page
     assert '<a href="v1/index.html">v1: plain PyTorch</a>' in overview
-    assert re.findall(r">(\d+ \w+)</span>", overview) == ["2 ok", "1 FAILED"]
+    assert "<td>2 ok, 1 FAILED</td>" in overview
     # A second version joins the first; a page that is not ours stays.
     (tmp_path / "v4").mkdir()
     summary.write(content | {"version": "v4"}, tmp_path / "v4")
