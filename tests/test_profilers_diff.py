@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -183,7 +182,7 @@ def shown(difference: TableDiff, limit: int = 20) -> str:
     return out.getvalue()
 
 
-def test_the_terminal_and_the_json_show_the_figures() -> None:
+def test_the_terminal_shows_the_figures() -> None:
     text = shown(compare(EAGER, FUSED))
     for row in (
         r"│ kernel calls      │     25 │     7 │  -72.0% │",
@@ -193,11 +192,6 @@ def test_the_terminal_and_the_json_show_the_figures() -> None:
     ):
         assert row in text, text
     assert "smaller ones, not shown: 1 new, 1 faster" in shown(compare(EAGER, FUSED), 2)
-    content = json.loads(json.dumps(diff.as_json(compare(EAGER, FUSED)), allow_nan=False))
-    assert content["schema_version"] == 2
-    assert content["a"]["figures"]["calls"] == 25
-    assert content["changes"][0]["difference_ns"] == -3e6
-    assert content["changes"][0]["name"] == COPY
 
 
 HOSTILE = "\x1b[2J\x9b31m[bold]evil[/bold]\u202e\n\tx"
@@ -214,7 +208,6 @@ lines = st.one_of(st.none(), st.builds(Timeline, st.floats(1, 1e15), st.just(0.0
 @given(figures, figures, st.sampled_from([None, 1, 7]), lines)
 def test_any_two_tables_compare(a, b, steps, line) -> None:
     difference = compare(table(a, steps=steps, timeline=line), table(b, steps=steps))
-    json.dumps(diff.as_json(difference), allow_nan=False)
     per = steps or 1
     total = sum(ms for _, ms in b.values()) - sum(ms for _, ms in a.values())
     sums = [difference.figures(side)["all kernels"] for side in (difference.a, difference.b)]

@@ -382,13 +382,12 @@ def test_every_command_carries_every_warning(
     kernel_file.write(dataclasses.replace(table, warnings=[]), clean)
     places = {"A": str(doubtful), "B": str(clean)}
     arguments = [places.get(word, word) for word in words.split()]
-    assert main([*arguments, "--output-dir", str(tmp_path / "out")]) == errors.DONE
+    assert main(arguments) == errors.DONE
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert words != "show A" or printed.count("[bold]evil[/bold]") == 2  # a kernel's name as well
-    written = "".join(path.read_text() for path in (tmp_path / "out").glob("*.json"))
     for warning in (f"{PRINTABLE} is cut off", "its run did not succeed (exit status 1)"):
-        assert printed.count(warning) == 1 and warning in written
+        assert printed.count(warning) == 1
 
 
 def test_show_warns_of_an_interpreted_run(

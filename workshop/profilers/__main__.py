@@ -1,10 +1,8 @@
 """`python -m workshop.profilers show|diff|draw|advise`: reads what profilers wrote."""
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
 
 from workshop import errors
 
@@ -33,7 +31,6 @@ def build_parser() -> argparse.ArgumentParser:
     diff = commands.add_parser("diff", help="what changed from one profile to another")
     diff.add_argument("a", type=Path, metavar="A", help=f"the profile before: {profile}")
     diff.add_argument("b", type=Path, metavar="B", help="the profile after, likewise")
-    diff.add_argument("--output-dir", type=Path, metavar="DIR", help="also write diff.json")
     draw = commands.add_parser("draw", help="a step of a torch.profiler trace as a picture")
     draw.add_argument(
         "path", type=Path, metavar="PATH", help="a trace (.json, .json.gz), or a folder with one"
@@ -47,7 +44,6 @@ def build_parser() -> argparse.ArgumentParser:
     draw.add_argument("--to", type=float, dest="end", metavar="MS", help="to, in the axis's ms")
     advise = commands.add_parser("advise", help="what bounds a run, in sentences, and what helps")
     advise.add_argument("paths", type=Path, metavar="PATH", nargs="+", help=profile)
-    advise.add_argument("--output-dir", type=Path, metavar="DIR", help="also write advice.json")
     return parser
 
 
@@ -72,11 +68,9 @@ def _diff(arguments: argparse.Namespace) -> int:
     places = {"A": arguments.a, "B": arguments.b}
     a, b = map(load_with_doubts, places.values())
     difference = diff.compare(a, b, *map(recorded_run, places.values()))
-    written = _write(arguments.output_dir, "diff.json", diff.as_json(difference))
     for name, table in zip(places, (a, b), strict=True):
         tables.print_notes([f"{name}: {table.path}", *show.warnings(table)])
     tables.print_tables(diff.render(difference))
-    print(written, end="")
     return errors.DONE
 
 
@@ -100,30 +94,11 @@ def _advise(arguments: argparse.Namespace) -> int:
     from workshop.profilers import advisor, show
     from workshop.profilers.load import load_with_doubts, recorded
 
-    content: dict[str, Any] = {"schema_version": 1, "advice": {}, "warnings": {}}
-    found = []
     for path in arguments.paths:
         table = load_with_doubts(path)
-        found.append((path, table, advisor.advise(table, recorded(path))))
-        content["advice"][str(path)] = [dataclasses.asdict(advice) for advice in found[-1][2]]
-        content["warnings"][str(path)] = table.warnings
-    written = _write(arguments.output_dir, "advice.json", content)
-    for path, table, advice in found:
         tables.print_notes([str(path), *show.warnings(table)])
-        tables.terminal().print(advisor.render(advice))
-    print(written, end="")
+        tables.terminal().print(advisor.render(advisor.advise(table, recorded(path))))
     return errors.DONE
-
-
-def _write(folder: Path | None, name: str, content: dict[str, Any]) -> str:
-    """Writes a file to --output-dir, if one was given, before anything is printed: an output that
-    is closed early costs no file. Returns the line that says so."""
-    from workshop import results
-
-    if folder is None:
-        return ""
-    results.write_json(results.prepare_folder(folder) / name, content)
-    return f"Written: {folder / name}\n"
 
 
 if __name__ == "__main__":

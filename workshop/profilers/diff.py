@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from workshop.errors import WorkshopError
 from workshop.profilers.names import distinct_names, printable
@@ -15,7 +14,6 @@ from workshop.profilers.table import Kernel, KernelTable
 from workshop.results import RunResult
 from workshop.tables import Line, Table
 
-SCHEMA_VERSION = 2
 LEAST_CHANGE = 0.03
 """Share of a kernel's own time: one run's kernels differ that much from the next one's, by the
 clock of the GPU and by what happens to lie in its cache."""
@@ -126,19 +124,6 @@ def compare(
     changes.sort(key=lambda change: (-abs(change.difference_ns), change.name))
     unchanged = len(pairs) - len(changes)
     return TableDiff(a, b, unit, changes, unchanged, timed, list(_notes(a, b, timed)))
-
-
-def as_json(diff: TableDiff) -> dict[str, Any]:
-    """The difference as plain values."""
-    sides = {
-        side: {"path": str(table.path), "tool": table.tool, "device": table.device}
-        | {"steps": table.steps, "warnings": table.warnings, "figures": diff.figures(table)}
-        for side, table in (("a", diff.a), ("b", diff.b))
-    }
-    facts = {"unit": diff.unit, "what": diff.what, "timed": diff.timed, "notes": diff.notes}
-    changes = [dataclasses.asdict(change) for change in diff.changes]
-    facts |= {"unchanged": diff.unchanged, "changes": changes}
-    return {"schema_version": SCHEMA_VERSION} | facts | sides
 
 
 def _by_key(kernels: list[Kernel], others: list[Kernel]) -> dict[tuple[str, bool], Kernel]:
