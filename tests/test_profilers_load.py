@@ -273,7 +273,7 @@ MAY_BE: dict[str, tuple[Path | str, tuple[str, ...]]] = {
     "rocprofv3": (TRACED, ("run_kernel_trace.csv.gz", "mine.csv", "mine.csv.gz")),
     "copies": (amd.table_text(amd.COPY_TRACE, [amd.copy("X", 0, 7)]), ("1_memory_copy_trace.csv",)),
     "host calls": (amd.table_text(amd.API_TRACE, amd.STEP_CALLS), ("hip_api_trace.csv",)),
-    "sums": (amd.table_text(amd.STATS, [amd.SUMS]), ("memory_copy_stats.csv",)),
+    "sums": (amd.table_text(amd.STATS, [amd.SUMS]), ("1_kernel_stats.csv",)),
 }
 
 

@@ -43,12 +43,6 @@ def recognises_json(start: str) -> bool:
     return '"kernel_table"' in start[:200]
 
 
-def hint(columns: list[str]) -> str | None:
-    """The file to read instead of CSV_FILE, which has these columns; None for other files."""
-    where = f"{JSON_FILE}, written beside it, is the one to be read"
-    return f"a kernel table for spreadsheets: {where}" if columns == _CSV_COLUMNS else None
-
-
 def read(path: Path) -> KernelTable:
     """Reads JSON_FILE. Raises WorkshopError: it is broken; the message names the file and the
     field."""

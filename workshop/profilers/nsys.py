@@ -53,15 +53,6 @@ def recognises_header(columns: Iterable[str]) -> bool:
     )
 
 
-def hint(columns: Iterable[str]) -> str | None:
-    """Advice for a report of nsys's, recognised by its columns, without kernels or with copies
-    among them; None for other files."""
-    bare = {_split(name)[0] for name in columns}
-    if {"Time", "Total Time"} <= bare or {"Start", "Duration"} <= bare:
-        return f"not one of nsys's reports that are read: take {_TRACE}, or {_KERNELS}"
-    return None
-
-
 def read(path: Path) -> KernelTable:
     """The kernels and copies of one profile.
 
