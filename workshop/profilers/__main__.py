@@ -83,7 +83,7 @@ def _draw(arguments: argparse.Namespace) -> int:
     elif any(value is not None for value in part.values()):
         raise errors.WorkshopError("--categories shows all steps: leave out --step, --from, --to")
     else:
-        step_pictures.picture(arguments.path, arguments.output)
+        step_pictures.draw_steps(arguments.path, arguments.output)
     print(f"Written: {arguments.output}")
     return errors.DONE
 
