@@ -9,7 +9,6 @@ import sqlite3
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -402,25 +401,6 @@ def filled(counters: Mapping[str, float]) -> Kernel:
         collected.add("k", counter, value)
     collected.fill([kernel])
     return kernel
-
-
-def test_counters_find_their_kernel_under_a_truncated_name() -> None:
-    def flops_of(names: list[str], counted: Mapping[str, int]) -> tuple[list[Any], list[str]]:
-        counters = Counters()
-        for name, value in counted.items():
-            counters.add(name, "SQ_INSTS_VALU_MFMA_MOPS_F32", value)
-        kernels = [Kernel(name, "other", 10, 1.0) for name in names]
-        counters.fill(kernels)
-        return [kernel.flops for kernel in kernels], counters.warnings()[1:]
-
-    wide = ADD.replace("float, 4", "float, 8")
-    assert flops_of([ADD, NORM], {"add_kernel": 1, NORM: 2}) == ([5120, 10240], [])
-    # The table's one row is both, with the mean of their counters.
-    assert flops_of(["add_kernel"], {ADD: 1, wide: 2}) == ([7680], [])
-    # Two rows can't share one mean, unless their own are known.
-    flops, (ambiguous,) = flops_of([ADD, wide, NORM], {"add_kernel": 1, NORM: 3})
-    assert flops == [None, None, 15360] and ambiguous.startswith("2 kernels have no bytes")
-    assert flops_of([ADD, wide], {ADD: 1, "add_kernel": 5})[0] == [5120, None]
 
 
 # --- rocprofv3, databases ------------------------------------------------------------------------

@@ -132,7 +132,7 @@ REFUSED: list[tuple[ModuleType, str, str | bytes, str]] = [
     (ncu, "raw.csv", "", "no header"),
     (ncu, "raw.csv", raw_page({READ: "byte"}, {READ: "5"}), "row 3: has no gpu__time_duration.sum"),
     (ncu, "raw.csv", raw_page({TIME: "cycle"}, {TIME: "5"}), "row 3: 'cycle' is no unit of time"),
-    (nsys, NSYS, "", "no header of a report"),
+    (nsys, NSYS, "", "no header"),
     (nsys, NSYS, nvidia.report(nvidia.KERN_SUM, kern_row("k", 2, 100, 60, 70)),
      "row 2: a mean of 50 ns is not between 60 and 70"),
     (nsys, NSYS, nvidia.KERNELS.replace("Total Time (ns)", "Total Time (h)"),

@@ -151,26 +151,6 @@ def dispatches(*gpus: int, **more: object) -> str:
     return amd.table_text(amd.KERNEL_TRACE, rows)
 
 
-def turns_in_a_database(path: Path) -> None:
-    """As of two nodes, each with a process of the same number and an agent of the same number."""
-    rows = ", ".join(
-        f"({number}, 'KERNEL_DISPATCH', 'k', {start}, {start + 1000}, 1, {number})"
-        for number, start in enumerate(amd.T0 + start for _, start in TURNS)
-    )
-    processes = " UNION ".join(f"SELECT 'node{node}' AS guid, 77 AS pid" for node in (0, 1))
-    amd.build_database(
-        path,
-        *(f"DELETE FROM {view}{amd.UUID}" for view in ("kernels", "regions", "memory_copies")),
-        f"INSERT INTO kernels{amd.UUID} VALUES {rows}",
-        "DROP VIEW kernels",
-        f"CREATE VIEW kernels AS SELECT *, 77 AS pid, 'node' || (id % 2) AS guid, "
-        f"4 AS agent_abs_index FROM kernels{amd.UUID}",
-        *amd.NO_COUNTERS,
-        "DROP VIEW processes",
-        f"CREATE VIEW processes AS {processes}",
-    )
-
-
 def write_turns(folder: Path, tool: str) -> None:
     def write(name: str, text: str) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
@@ -182,8 +162,6 @@ def write_turns(folder: Path, tool: str) -> None:
         case "rocprofv3, a process on each node":
             for node in (0, 1):
                 write(f"node{node}/7_kernel_trace.csv", dispatches(node))
-        case "rocpd, of two nodes":
-            turns_in_a_database(folder / "a.db")
         case "nsys":
             rows = [
                 nvidia.trace_row("k", start, 1000) | {"Device": f"NVIDIA L40S ({gpu})"}
@@ -210,7 +188,6 @@ def write_turns(folder: Path, tool: str) -> None:
         ("torch.profiler", "2 devices", "device 0"),
         ("rocprofv3", "2 devices", "Agent 4"),
         ("rocprofv3, a process on each node", "2 processes", "Agent 4 in node0/7"),
-        ("rocpd, of two nodes", "2 processes", "Agent 4 in {}/a, pid 77, guid node0"),
         ("nsys", "2 devices", "NVIDIA L40S (0)"),
         # It runs the kernels one at a time: nothing shows when a GPU idles.
         ("rocprof-compute", "2 devices", None),
@@ -229,7 +206,6 @@ def test_two_gpus_that_take_turns_are_idle_half_of_the_time(
         assert added_up in table.warnings
         return
     assert table.timeline == Timeline(span_ns=199_000, busy_ns=100_000, calls=100)
-    busiest = busiest.format(tmp_path.name)
     (warning,) = table.warnings
     assert warning.endswith(f"{added_up}; busy and idle time are those of {busiest}, the busiest")
     assert "idles 50% of the time" in found[0] and "runs 100 kernels" in found[0]
@@ -269,7 +245,6 @@ MAY_BE: dict[str, tuple[Path | str, tuple[str, ...]]] = {
     "ncu": (FIXTURES / "ncu/ncu_raw_h200.csv", ("raw.csv", "ncu.log", "raw.csv.gz")),
     "proton": (FIXTURES / "proton/h200_proton.hatchet", ("proton.hatchet", "tree.json")),
     "nsys": (NSYS, ("rep_cuda_gpu_kern_sum.csv.gz", "mine.csv")),
-    "nsys as printed": ("Processing [rep.sqlite] with x\n" + NSYS, ("stats.txt",)),
     "rocprofv3": (TRACED, ("run_kernel_trace.csv.gz", "mine.csv", "mine.csv.gz")),
     "copies": (amd.table_text(amd.COPY_TRACE, [amd.copy("X", 0, 7)]), ("1_memory_copy_trace.csv",)),
     "host calls": (amd.table_text(amd.API_TRACE, amd.STEP_CALLS), ("hip_api_trace.csv",)),

@@ -23,7 +23,7 @@ from workshop import results, tables
 from workshop.arguments import count, parse
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.profilers import programs, summary
-from workshop.profilers.runner_files import COMMAND_FILE
+from workshop.profilers.runner_files import COMMAND_FILE, locked
 from workshop.profilers.summary import Outcome
 from workshop.run import processes
 
@@ -60,7 +60,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output-dir", type=Path, required=True, metavar="DIR", help="a folder a tool below it")
     add("--steps", type=count, metavar="N", help="steps (default: each script's own)")
     add("--dry-run", action="store_true", help="print every script's commands and run nothing")
-    add("--lock", type=Path, metavar="FILE", help="a lock's file, deleted at the end")
     return parser
 
 
@@ -70,13 +69,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(build_parser(), words[:split])
     arguments.model_flags = words[split + 1 :]
     arguments.output_dir = arguments.output_dir.absolute()
-    try:
-        return errors.exit_status(
-            lambda: _profile(arguments), interrupted="interrupted: nothing was summed up"
-        )
-    finally:
-        if arguments.lock:
-            arguments.lock.unlink(missing_ok=True)
+    return errors.exit_status(
+        lambda: _profile(arguments), interrupted="interrupted: nothing was summed up"
+    )
 
 
 def _profile(arguments: argparse.Namespace) -> int:
@@ -89,12 +84,12 @@ def _profile(arguments: argparse.Namespace) -> int:
         return _dry_run(outcomes, arguments)
     errors.require("rich", "jinja2")
     _check_model_flags(outcomes, arguments)
-    folder = arguments.output_dir
-    results.prepare_folder(folder)
-    summary.remove(folder)
-    interrupted = _run_each(outcomes, arguments)
-    content = summary.sum_up(program, outcomes, arguments.model_flags, folder)
-    written = summary.write(content, folder)
+    folder = results.prepare_folder(arguments.output_dir)
+    with locked(folder):
+        summary.remove(folder)
+        interrupted = _run_each(outcomes, arguments)
+        content = summary.sum_up(program, outcomes, arguments.model_flags, folder)
+        written = summary.write(content, folder)
     title = f"profilers of {program.key} ({program.title}); outputs in {folder}"
     table = summary.outcome_table(title, outcomes, folder)
     tables.print_tables([table.columns([0, 2, 3], left=(0, 1))])
