@@ -1,25 +1,21 @@
 """Where a step's time goes: real traces by the figures of another program, traces by hand, and the
 pictures that are made of both."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
 from test_profilers_kineto import AUTOGRAD, event, kernel, launch, mark, write
 from test_profilers_loading import operator, wait
 
-from workshop.errors import WorkshopError
 from workshop.profilers import __main__ as program
 from workshop.profilers import kernel_file, kineto, step_pictures, step_time
 from workshop.profilers.categories import on_tensor_cores
 from workshop.profilers.load import load
-from workshop.profilers.step_time import CATEGORIES, COPY, CPU, KERNEL, LOADING, RUNTIME, TENSOR
+from workshop.profilers.step_time import COPY, CPU, KERNEL, LOADING, RUNTIME
 
 FIXTURES = Path(__file__).parent / "fixtures/profilers/kineto"
 V4 = FIXTURES / "h200_v4_medium_trace.json.gz"
@@ -147,28 +143,6 @@ def test_each_instant_counts_once(
     assert [step.tensor_ns / 1e3 for step in steps] == pytest.approx(tensor_us)
 
 
-span = st.tuples(st.integers(0, 40), st.integers(0, 15)).map(lambda s: (float(s[0]), s[0] + s[1]))
-order = (TENSOR, *CATEGORIES[:-1])
-ran = st.dictionaries(st.sampled_from(order), st.lists(span, max_size=9))
-
-
-@given(ran=ran, start=st.integers(0, 30), length=st.integers(1, 30))
-def test_the_parts_are_those_of_every_instant(ran: dict, start: int, length: int) -> None:
-    expected = dict.fromkeys((*order, CATEGORIES[-1]), 0)
-    for instant in range(start, start + length):
-        active = {
-            name
-            for name, spans in ran.items()
-            if any(begin <= instant < end for begin, end in spans)
-        }
-        expected[next((name for name in order if name in active), CATEGORIES[-1])] += 1
-    (found,) = step_time.divide(ran, [(start, start + length)])
-    assert found.tensor_ns == pytest.approx(expected.pop(TENSOR))
-    expected[KERNEL] += round(found.tensor_ns)
-    assert found.parts_ns == pytest.approx(expected)
-    assert found.ns == pytest.approx(length)
-
-
 # --- what is shown and kept ----------------------------------------------------------------------
 
 
@@ -184,12 +158,6 @@ def test_show_prints_the_mean_and_keeps_every_step(
     assert "GPU utilisation 97.0%: the share with a kernel running" in text
     path = tmp_path / kernel_file.JSON_FILE
     assert kernel_file.read(path).step_times == kineto.read(V4).step_times
-    for broken in ({"kernel": 1.0}, dict.fromkeys(CATEGORIES, 0.0)):
-        content = json.loads(path.read_text())
-        content["step_times"][1]["parts_ns"] = broken
-        path.write_text(json.dumps(content))
-        with pytest.raises(WorkshopError, match=r"field step_times\[1\] has other parts, or no"):
-            kernel_file.read(path)
 
 
 class Drawn:
