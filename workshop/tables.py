@@ -125,8 +125,14 @@ def print_tables(tables: Iterable[Table]) -> None:
             cells = [printable(line.cells[i]) for i in shown]
             drawn.add_row(*cells, style=line.style, end_section=ends)
         console.print(drawn)
-        for note in table.notes:
-            console.print(printable(note), soft_wrap=not console.is_terminal)
+        print_notes(table.notes)
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Prints sentences: to the terminal folded, to a file a line each."""
+    console = terminal()
+    for note in notes:
+        console.print(printable(note), soft_wrap=not console.is_terminal)
 
 
 def terminal() -> Any:

@@ -40,7 +40,7 @@ def profile_rung(loop: Loop, epoch: int, record: LabRun, folder: Path) -> None:
     mean = step_time.mean(table.step_times)
     shares = {f"{name.lower()}_share": ns / mean.ns for name, ns in mean.parts_ns.items()}
     record.metrics |= {**shares, "tensor_share": mean.tensor_share, "profiled_ms": mean.ns / 1e6}
-    step_pictures.picture(folder / TRACE, folder / PICTURE, record.variant)
+    step_pictures.draw_steps(folder / TRACE, folder / PICTURE, record.variant)
 
 
 def _record_trace(loop: Loop, epoch: int, skipped: int, target: Path) -> None:

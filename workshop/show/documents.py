@@ -23,7 +23,7 @@ from workshop.profilers import advisor, show
 from workshop.profilers.load import load, recorded_run
 from workshop.results import RunResult
 from workshop.run import chips, float8_cost, precision, presets
-from workshop.show import comparisons, ladders, page, sections
+from workshop.show import comparisons, ladders, page
 from workshop.tables import SAME, fill_last_column, markdown_rows
 from workshop.versions import ALL, BASELINE, PEERS, ROOT, VERSIONS
 
@@ -259,7 +259,7 @@ def _profile(folder: Path) -> str:
     lines = [
         f"`{run.config_name}`, {run.precision}, {run.device['name']} ({source}):",
         "",
-        tables.markdown_body(sections.hot_list(table, HOT_KERNELS)),
+        tables.markdown_body(show.short_list(table, HOT_KERNELS)),
         "",
         *(f"- {line}" for line in show.summary(table)),
     ]
