@@ -24,7 +24,6 @@ from labs.scale_out import documents as scaling
 from labs.text_generation import documents as generation
 from workshop import errors, results
 from workshop.arguments import parse
-from workshop.classroom import courses, instructor
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.exercises import sheet
 from workshop.show import doc_images, documents
@@ -102,8 +101,7 @@ def parts(recorded: Recorded) -> Iterator[tuple[Path, str, Fill]]:
     texts = {
         ROOT / "README.md": {"text": generation.sample(REFERENCE)},
         ROOT / "exercises" / "README.md": {"exercises": sheet.index(sheets, ROOT / "exercises")},
-        instructor.GUIDE: instructor.parts(recorded.collection)
-        | {"courses": courses.tables(sheets)},
+        ROOT / "exercises" / "instructor_guide.md": {"steps": documents.steps(recorded.collection)},
     }
     for path, its in (
         *texts.items(),
