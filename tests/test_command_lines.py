@@ -12,25 +12,19 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import stored_runs
 import torch
 
-from labs.cifar10_roofline import loop as cifar_loop
 from labs.cifar10_roofline import step as cifar_step
 from labs.inference_benchmark import measure
-from labs.inference_benchmark.modes import Variant
 from workshop import errors, records
 from workshop.arguments import count
-from workshop.compare import sessions
 from workshop.exercises import sheet
 from workshop.gate import canonical, parity
 from workshop.results import RunResult
-from workshop.roofline import inputs as roofline_inputs
 from workshop.run import trainer
-from workshop.show import roofline_chart
 from workshop.versions import PEERS, VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -405,96 +399,6 @@ def test_what_does_not_go_together_is_refused_in_a_line(
 def test_the_gate_refuses_shapes_that_no_step_has(shape, odd_config) -> None:
     with pytest.raises(errors.WorkshopError, match=f"{next(iter(shape))} "):
         parity.check(canonical.build_baseline, odd_config, **shape)
-
-
-class Reached(BaseException):
-    """A program has called what a flag is for."""
-
-    def __init__(self, given: list[Any]) -> None:
-        self.given = given
-
-
-SMALL_V1 = "--device cpu --hidden-dim 64 --num-heads 4 --num-kv-heads 2 --vocab-size 256"
-SHORT_V1 = "--num-layers 1 --batch-size 1 --seq-len 8"
-DIGITS = "--dataset digits --device cpu --epochs 1 --batch-size 64 --out-dir weights"
-OUT = "--output-dir out"
-REACHES = [
-    (
-        BENCHMARK,
-        f"--network resnet18 --precision bf16 --channels-last --fold-norms --fuse-relus {OUT}",
-        (measure, "make_bench"),
-        lambda _, variant, *__: (
-            variant == Variant("bf16", channels_last=True, fold=True, fuse=True)
-        ),
-    ),
-    (
-        BENCHMARK,
-        f"--network resnet18 --precision bf16 --seed 5 --batch-size 6 --mode training {OUT}",
-        (measure, "make_bench"),
-        lambda setting, variant, _, training: (
-            (setting.seed, setting.batch_size, variant, training)
-            == (5, 6, Variant("bf16", autocast=True), True)
-        ),
-    ),
-    (
-        "labs/cifar10_roofline/train.py",
-        f"{DIGITS} --warmup 3 --label-smoothing 0.25 {OUT}",
-        (cifar_loop, "Problem"),
-        lambda schedule, smoothing, *_: (schedule.warmup, smoothing) == (3, 0.25),
-    ),
-    (
-        "labs/text_generation/train_and_export.py",
-        f"--version v1 --seed 5 --steps 1 {OUT}",
-        (canonical, "canonical_state"),
-        lambda config, seed: seed == 5 and "v1" in type(config).__module__,
-    ),
-    (
-        "analysis_tools/regression_tester.py",
-        "baseline save --baseline a.json --precision bf16 --warmup-steps 3 --seed 5 --jobs 2",
-        (sessions, "plan"),
-        lambda a: (a.precision, a.warmup_steps, a.seed, a.jobs) == (["bf16"], 3, 5, 2),
-    ),
-    (
-        "analysis_tools/roofline_analysis.py",
-        f"runs --top 3 {OUT}",
-        (roofline_chart, "draw"),
-        lambda *_, labels: labels == 3,
-    ),
-    (
-        PLOT,
-        "--ai 1 --gflops 1 --precision bf16 --out a.png",
-        (roofline_inputs, "from_numbers"),
-        lambda *given: given[-1] == "bf16",
-    ),
-    (
-        "version3_triton/exercises/performance_debugging/run_all_stages.py",
-        f"--device cuda {OUT}",
-        (subprocess.Popen, "__init__"),
-        lambda _, command, **__: command[command.index("--device") + 1] == "cuda",
-    ),
-    (
-        "version1_pytorch_baseline/run_pytorch_profiler.py",
-        f"--stacks --steps 1 {OUT} -- {SMALL_V1} {SHORT_V1}",
-        (torch.profiler, "profile"),
-        lambda with_stack, **_: with_stack,
-    ),
-]
-"""Programs, flags, and what is called with their values."""
-
-
-@pytest.mark.parametrize(
-    ("program", "flags", "called", "right"), REACHES, ids=[f"{p} {w}" for p, w, *_ in REACHES]
-)
-def test_a_flag_reaches_what_it_is_for(program, flags, called, right, apart, monkeypatch) -> None:
-    def reach(*given: Any, **named: Any) -> None:
-        raise Reached([given, named])
-
-    monkeypatch.setattr(*called, reach)
-    with pytest.raises(Reached) as reached:
-        assert start(program, flags.split(), monkeypatch) == errors.NOT_ON_THIS_MACHINE
-        pytest.skip("something that it needs is missing here")
-    given, named = reached.value.given
-    assert right(*given, **named)
 
 
 @pytest.mark.parametrize("program", ["labs/scale_out/train.py", GENERATION])

@@ -31,7 +31,6 @@ from workshop.show import page, server
 from workshop.show.page import Choice
 
 H200 = REFERENCE / "nvidia_h200"
-TOOL = "analysis_tools/report_generator.py"
 SIZES = [("small", "bf16"), ("small", "fp16"), ("small", "fp32"), ("small", "tf32"),
          ("medium", "bf16"), ("large", "bf16")]  # fmt: skip
 """In the page's order."""
@@ -181,17 +180,6 @@ def test_a_ladders_numbers_are_its_result_files(written, size) -> None:
         if shown[0] in saved:
             less = [middle(baseline, name) - middle(runs, name) for name in (*names[1:], names[0])]
             assert [number(text) for text in saved[shown[0]]] == pytest.approx(less, abs=0.0051)
-
-
-def test_hot_lists_are_the_kernel_tables(selection, written) -> None:
-    heads = []
-    for path in selection.glob("*/profiles/*/*/kernels.json"):
-        table = json.loads(path.read_text(encoding="utf-8"))
-        kernel, steps = table["kernels"][0], table["steps"] or 1
-        times = f"{kernel['calls'] / steps:,.0f}", f"{kernel['total_ns'] / steps / 1e6:,.3f}"
-        heads.append([kernel["category"], *times, f"{kernel['share']:.1%}"])
-    found = parse(written[0]).named("The longest")
-    assert sorted(rows[1][1:] for rows in found) == sorted(heads) and len(heads) == 5
 
 
 def test_each_kind_of_result_is_in_both_forms(written) -> None:
@@ -442,12 +430,6 @@ def test_a_participants_sheet_has_their_runs_alone(tmp_path, capsys) -> None:
     assert report_generator.main(command) == 2
     assert "your notes may be in it" in capsys.readouterr().err
     assert path.read_text() == "my notes"
-
-
-def test_help_imports_nothing_large(type_command) -> None:
-    answer = type_command("python", "-X", "importtime", TOOL, "--help")
-    assert answer.returncode == 0 and "--sheet" in answer.stdout
-    assert not re.search(r"\| +(torch|matplotlib|jinja2|numpy|rich)\n", answer.stderr)
 
 
 def test_a_port_in_use_is_one_line(capsys) -> None:
