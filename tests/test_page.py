@@ -4,7 +4,6 @@ its numbers are the result files', and no file can break or fool it."""
 import dataclasses
 import json
 import re
-import shutil
 import socket
 import threading
 import time
@@ -235,6 +234,9 @@ def test_ones_own_results_come_first_and_others_failures_are_no_warning_above_th
         places = [text.rindex(one) for one in words]
         assert places[0] < places[1] < places[3] < places[4] and places[2] > places[0]
     assert "to look into" not in html and '"alarm"' not in html
+    here, says, then = results_of(tmp_path).page(Choice()).sentences
+    assert here.startswith(f"{page.OWN}: 1 run; {page.OTHERS}: 1 run") and "on My GPU" in says
+    assert then == "make profile shows what bounds your versions; its profiles will be below."
     # Now it is one's own.
     write(tmp_path, theirs, "red", **changes)
     write(tmp_path, own, "fast", plausibility=["faster than light"])
@@ -245,44 +247,6 @@ def test_ones_own_results_come_first_and_others_failures_are_no_warning_above_th
         assert all(begin.index(word) < begin.index("median over all steps") for word in words)
     assert '<td class="number">FAIL</td>' in html[: html.index(f"<h2>{page.OTHERS}")]
     assert 'class="verdict good"' not in html[: html.index(f"<h2>{page.OTHERS}")]
-
-
-def test_the_first_screen_is_three_sentences_and_the_newest_fullest_ladder(tmp_path) -> None:
-    shutil.copytree(REFERENCE, tmp_path / "reference")
-
-    def first() -> page.Page:
-        return results_of(tmp_path).page(Choice())
-
-    here, says, then = first().sentences
-    assert "519 runs" in here and "make compare" in then
-    assert says.startswith("V3 is 3.39x [3.37, 3.41] as fast as V1, in 55% less memory, at medium")
-    drawn = first().picture
-    assert drawn is not None and "v3 19.85 (forward 6.38" in drawn.alt
-    own = reference("v1")["device"] | {"name": "my laptop"}
-    for version in ("v1", "v2"):
-        write(tmp_path, reference(version), device=own, session="20991231-000000-abcdef")
-    here, says, then = first().sentences
-    assert here.startswith(f"{page.OWN}: 2 runs; {page.OTHERS}: 519 runs")
-    assert "on my laptop" in says and "make profile" in then
-
-
-def test_a_red_gate_has_no_bar_and_no_saving(tmp_path) -> None:
-    """An error without number is the worst."""
-    write(tmp_path, reference())
-    measures = {
-        "logits": {"error": None, "allowed": 1e-5},
-        "loss": {"error": 1e-8, "allowed": 1e-5},
-    }
-    red = reference("v2")
-    failed = red["gate"] | {"status": "fail", "failures": ["x"], "measures": measures}
-    write(tmp_path, red, status="gate failed", gate=failed)
-    made = results_of(tmp_path).page(Choice())
-    assert made.picture is not None and "; v2 FAIL" in made.picture.alt
-    (device,) = made.shelves[0].devices
-    tables = {table.title: table for table in device.sections[0].tables}
-    assert list(tables) == ["How fast", "Verdict and cost"]
-    assert [line.style for line in tables["How fast"].lines] == [None, "red"]
-    assert tables["Verdict and cost"].lines[1].cells[-1] == "not finite"
 
 
 # --- names, odd values and broken files ----------------------------------------------------------
@@ -340,10 +304,7 @@ def tokens_of(markdown: str) -> Iterator[Any]:
 @pytest.mark.parametrize("broken", [
     {"losses": [1e308, -1e308] * 40,
      "memory_mb": {"peak": 1e15, "weights": 1e308, "gradients": -1e308}},
-    {"losses": [None] * 40,
-     "forward_ms": [1e308], "backward_ms": [-1e308], "optimizer_ms": [0.0]},
     {"device": {}, "data": {}, "command": [], "created": "", "software": {}, "options": {}},
-    {"config_name": "$x_{1}$ 中文 😀 _a", "step_ms": [1e-9] * 3},
     {"device": {"type": "cuda", "name": "\ud800 $\\frac$"}},  # can't be encoded, and is no formula
 ])  # fmt: skip
 def test_odd_values_do_no_harm(tmp_path, broken, recwarn) -> None:
@@ -570,14 +531,4 @@ def test_new_files_appear_and_broken_ones_are_named(window, tmp_path) -> None:
         until(lambda: "758" in text(window, "main"), "a second result")
         written.with_name("cut.jsonl").unlink()
         until(lambda: "cut.jsonl" not in text(window), "it is removed")
-        assert chromium.complaints(window) == []
-
-
-def test_markup_in_names_does_nothing_in_the_browser(window, tmp_path) -> None:
-    write_evil(tmp_path)
-    with served(tmp_path) as address:
-        open_page(window, address)
-        until(lambda: window.execute_script("return document.querySelector('#first svg')"), "drawn")
-        assert "<script>alert(1)</script>" in text(window, "main")
-        assert not window.find_elements("css selector", "img[src=x], svg image[href=x]")
         assert chromium.complaints(window) == []

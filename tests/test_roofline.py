@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -259,25 +258,6 @@ def test_names_from_files_are_text(analyse, tmp_path) -> None:
     assert status == 0 and "\x1b" not in printed and "[bold]" in printed
 
 
-@pytest.mark.slow
-def test_measured_ceilings_are_typed_kept_and_used_on_the_same_device_alone(
-    type_command, tmp_path
-) -> None:
-    done = type_command(
-        "python", "analysis_tools/roofline_analysis.py", "--measure", "--device", "cpu",
-        "--results", tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    [path] = (tmp_path / "ceilings").iterdir()
-    kept = ceilings.load(path)
-    assert set(kept.tflops) == {"fp32", "bf16"} and kept.copy_gbs > 0 and kept.seconds > 0
-    name, threads = str(kept.device["name"]), kept.device["threads"]
-    found = ceilings.find(name, threads, tmp_path, [])
-    assert {ceiling.name for ceiling in found} == {"memory", "fp32", "bf16"}
-    assert ceilings.find(name, 1000, tmp_path, []) == []
-    assert ceilings.find("another", threads, tmp_path, []) == []
-
-
 def test_the_newest_measurement_counts(tmp_path) -> None:
     for day, rate in (("2026-11-02", 2.0), ("2026-11-03", 3.0), ("2026-11-01", 1.0)):
         path = ceilings.save(measured(f"{day}T00:00:00", 100 * rate, bf16=rate), tmp_path)
@@ -290,20 +270,3 @@ def test_the_newest_measurement_counts(tmp_path) -> None:
     found = {ceiling.name: ceiling.rate for ceiling in of_benchmark}
     assert {"memory", "bf16"} <= found.keys()
     assert all(0.4 * limits[name] < rate < limits[name] for name, rate in found.items())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda content: content.update(copy_gbs=0.0), "field copy_gbs is 0.0, no rate"),
-        (lambda content: content.update(schema_version=9), "measure them again"),
-    ],
-)
-def test_a_broken_measurement_is_named(tmp_path, change, message) -> None:
-    path = ceilings.save(measured("2026", 1.0, bf16=1.0), tmp_path)
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-    notes: list[str] = []
-    assert ceilings.find("NVIDIA X9", None, tmp_path, notes) == []
-    assert re.search(rf"left out: .*{path.name}: .*{message}", *notes)
