@@ -1,5 +1,4 @@
-"""Writes a report of all results below some folders: one self-contained HTML page, and the same as
-Markdown.
+"""Writes a report of all results below some folders: one self-contained HTML page.
 
 Your results come first, the workshop's reference results after them: each size's ladder with its
 verdicts, what bounds a step and its kernels, with links to the result files. It needs no GPU.
@@ -22,7 +21,7 @@ from workshop.versions import ROOT
 if TYPE_CHECKING:
     from workshop.tables import Table
 
-PAGE, SHEET = ("report.html", "report.md"), ("my_results.html", "my_results.md")
+PAGE, SHEET = "report.html", "my_results.html"
 
 
 @dataclass
@@ -30,11 +29,9 @@ class Options:
     results: list[Path] | None = option(
         "with results; may be repeated (default: results/)", action="append", metavar="DIR"
     )
-    output_dir: Path | None = option(
-        f"for {' and '.join(PAGE)} (default: results/report/)", metavar="DIR"
-    )
+    output_dir: Path | None = option(f"for {PAGE} (default: results/report/)", metavar="DIR")
     sheet: bool = option(
-        f"write {' and '.join(SHEET)} instead: your machine, exercises, times and labs filled in, "
+        f"write {SHEET} instead: your machine, exercises, times and labs filled in, "
         "with room for your name and what you saw"
     )
 
@@ -62,29 +59,28 @@ def _report(options: Options) -> int:
     torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
     collection = Collection(options.results or [results.DEFAULT_FOLDER])
     folder = options.output_dir or results.DEFAULT_FOLDER / "report"
-    targets = [folder / name for name in (SHEET if options.sheet else PAGE)]
-    if options.sheet and (kept := next((path for path in targets if path.exists()), None)):
+    target = folder / (SHEET if options.sheet else PAGE)
+    if options.sheet and target.exists():
         raise WorkshopError(
-            f"{kept} exists, and your notes may be in it: move it, or choose another --output-dir"
+            f"{target} exists, and your notes may be in it: move it, or choose another --output-dir"
         )
     with Console(stderr=True).status("reading results") as status:
         collection.refresh()
         parts = page.read(collection)
-        texts = None
+        html = None
         if parts:
             results.prepare_folder(folder)  # before the charts, which take time
         if options.sheet:
-            texts = page.sheet(parts, folder, _exercises(collection.folders[0]))
+            html = page.sheet(parts, folder, _exercises(collection.folders[0]))
         elif parts:
             made = page.make(parts, title="Training results")
             html = page.html_page(made, folder, progress=lambda what: status.update(Text(what)))
-            texts = html, page.markdown_page(made, folder)
-    if texts is None:
+    if html is None:
         what = "runs of yours" if options.sheet else "result in it"
         named = ", ".join(map(str, collection.folders))
         raise WorkshopError(f"results {named}: no {what}; `make compare` makes some")
-    results.write_together(dict(zip(targets, texts, strict=True)))
-    print(f"Written: {', '.join(map(str, targets))}")
+    results.write_text(target, html)
+    print(f"Written: {target}")
     return errors.DONE
 
 

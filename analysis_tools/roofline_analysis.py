@@ -22,7 +22,7 @@ from workshop.arguments import argument, option, run
 from workshop.errors import WorkshopError
 from workshop.profilers.names import printable
 from workshop.roofline import ceilings, inputs
-from workshop.roofline.model import Roofline, as_csv, as_json, ceiling_text, flags, sentences
+from workshop.roofline.model import Roofline, as_json, ceiling_text, flags, sentences
 from workshop.run import hardware
 from workshop.show import roofline_chart
 from workshop.tables import print_tables, terminal
@@ -58,7 +58,7 @@ class Options:
         metavar="DIR",
     )
     output_dir: Path | None = option(
-        "for roofline.png, .csv, .json (default: DIR/roofline/)", metavar="DIR"
+        "for roofline.png and .json (default: DIR/roofline/)", metavar="DIR"
     )
 
 
@@ -143,7 +143,6 @@ def _write(roofline: Roofline, top: int, folder: Path) -> list[str]:
     of them."""
     contents: dict[Path, results.Content] = {
         folder / "roofline.json": results.json_text(as_json(roofline)),
-        folder / "roofline.csv": as_csv(roofline),
     }
     picture, lines = folder / "roofline.png", []
     if importlib.util.find_spec("matplotlib") is None:

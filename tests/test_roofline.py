@@ -1,6 +1,5 @@
 """The roofline: its rule, what it makes of real files, and the tool as it is typed."""
 
-import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -105,7 +104,7 @@ def test_the_words(flops_per_s, bytes_per_s, message) -> None:
     assert roofline.flags(line) == []
 
 
-def test_given_ceilings_come_first_and_the_three_files_are_written(analyse, tmp_path) -> None:
+def test_given_ceilings_come_first_and_the_files_are_written(analyse, tmp_path) -> None:
     status, printed, content = analyse(NCU, "--peak-compute", 1000, "--peak-bw", 3000)
     assert status == 0
     product, *_, copy = sorted(content["points"], key=lambda point: -point["gflops"])
@@ -113,13 +112,7 @@ def test_given_ceilings_come_first_and_the_three_files_are_written(analyse, tmp_
     assert product["of_roof"] == pytest.approx(product["gflops"] / 1e6)
     assert copy["of_roof"] == pytest.approx(copy["gbs"] / 3000)
     assert "of 1,000 TFLOP/s (bf16)" in printed and "of 3,000 GB/s" in printed
-    assert {"roofline.csv", "roofline.json", "roofline.png"} <= set(written(tmp_path))
-    row = next(csv.DictReader((tmp_path / "out/roofline.csv").open()))
-    assert float(row["flop_per_byte"]) == pytest.approx(content["points"][0]["flop_per_byte"])
-
-
-def written(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"roofline.json", "roofline.png"}
 
 
 def test_a_step_is_at_the_rate_of_its_operations_over_its_median() -> None:
