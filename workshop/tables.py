@@ -319,12 +319,11 @@ class Report:
         return head | {self.name: self.items}
 
     def as_csv(self) -> str:
-        """Plain values alone."""
+        """All values but records and sentences."""
         text, lines = io.StringIO(), [line for item in self.items for line in _leaves(item)]
-        nested = {
-            k for line in lines for k, v in line.items() if isinstance(v, (list, tuple, dict))
-        }
-        names = [name for name in dict.fromkeys(itertools.chain(*lines)) if name not in nested]
+        left_out = {k for line in lines for k, v in line.items() if isinstance(v, dict)}
+        left_out.add("plausibility")
+        names = [name for name in dict.fromkeys(itertools.chain(*lines)) if name not in left_out]
         writer = csv.DictWriter(text, names, extrasaction="ignore")
         writer.writeheader()
         for line in lines:
