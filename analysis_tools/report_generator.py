@@ -16,7 +16,6 @@ if __name__ == "__main__":
 
 from workshop.arguments import option, run
 from workshop.errors import WorkshopError
-from workshop.versions import ROOT
 
 if TYPE_CHECKING:
     from workshop.tables import Table
@@ -91,7 +90,7 @@ def _exercises(results: Path) -> "Table":
     from workshop.tables import Line, Table
 
     states, lines = Progress(results), []
-    for one in sheet.read_all(ROOT)[0]:
+    for one in sheet.read_all():
         state = states[one.name]
         so_far = f"{state.green} of {state.items}" if state.checks else ""
         passed = f"passed {state.passed[:10]}" if state.passed else so_far

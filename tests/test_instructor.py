@@ -14,7 +14,7 @@ def test_the_times_of_a_course_add_up() -> None:
     table = GUIDE.read_text("utf-8").partition(lines[0])
     rows = [lines[0], *table[2].strip().partition("\n\n")[0].splitlines()]
     columns = zip(*([cell.strip() for cell in row.split("|")[1:-1]] for row in rows), strict=True)
-    minutes = {one.name: one.minutes for one in sheet.read_all()[0]}
+    minutes = {one.name: one.minutes for one in sheet.read_all()}
     for day in columns:
         parts = [match.groups() for match in map(CELL.match, day) if match]
         begins = [60 * int(hour) + int(minute) for hour, minute, *_ in parts]
