@@ -128,7 +128,7 @@ def stamp(root: object, **changes: object) -> str:
     torch = {"file": "/site/torch/__init__.py", "version": "2.9.0", "build": "rocm"}
     facts = {"root": str(root), "complete": True, "base": sys.executable, "python": HERE}
     facts |= {"asked": "auto", "build": "rocm", "existing": True, "index": [], "torch": torch}
-    return json.dumps(facts | {"extras": [], "follows": [], "installed": {}} | changes)
+    return json.dumps(facts | {"extras": [], "follows": []} | changes)
 
 
 # Each leaves nothing changed: arguments, files in the folder, status, the line's words.
@@ -391,23 +391,6 @@ def test_an_extra_is_added_once_and_then_belongs_to_the_environment(story) -> No
         assert story.second.runs(f"import {module}").returncode == 0
         assert story.second.is_ready(extra)
     assert story.second.is_ready()
-
-
-def test_a_package_that_has_gone_is_noticed_and_comes_back(story) -> None:
-    """The files of it, what it needs, one that the site had, and one of PyTorch's own index."""
-    second = story.second
-    assert second.is_ready("--with-tests")
-    own = packages_of(second.python)
-    for path in (own / "absent_two", own / "absent_three", own / "torchvision"):
-        shutil.rmtree(path)
-    (story.packages / "absent_one.py").unlink()
-    without = second.set_up(environment={"PIP_FIND_LINKS": ""})
-    assert (without.returncode, "Adding to" in without.stdout) == (1, True)
-    assert "misses what is gone: absent-one==1.0" in without.stderr
-    again = second.set_up()
-    assert (again.returncode, "Adding to" in again.stdout) == (0, True), again.stderr
-    assert second.runs("import absent_one, absent_two, absent_three, torchvision").returncode == 0
-    assert second.is_ready()
 
 
 def test_of_two_at_once_the_second_waits(story) -> None:
