@@ -16,23 +16,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
     from workshop.needed import import_torch
 
     import_torch()
 
-from workshop import errors, records, results, tables, versions  # noqa: E402
-from workshop.arguments import option, run  # noqa: E402
-from workshop.compare import rows, runner, sweep, waterfall  # noqa: E402
-from workshop.compare.rows import Row  # noqa: E402
-from workshop.compare.runner import Asked, Planned, run_plans  # noqa: E402
-from workshop.errors import WorkshopError  # noqa: E402
-from workshop.results import RunResult  # noqa: E402
-from workshop.show import charts, comparisons, drawing  # noqa: E402
-from workshop.tables import escape, escape_block  # noqa: E402
+from workshop import errors, records, results, tables, versions
+from workshop.arguments import option, run
+from workshop.compare import rows, runner, sweep, waterfall
+from workshop.compare.rows import Row
+from workshop.compare.runner import Asked, Planned, run_plans
+from workshop.errors import WorkshopError
+from workshop.results import RunResult
+from workshop.show import charts, comparisons, drawing
+from workshop.tables import escape, escape_block
 
 
 @dataclass

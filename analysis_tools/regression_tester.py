@@ -15,24 +15,21 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
     from workshop.needed import import_torch
 
     import_torch()
 
-from workshop import errors, records, results, tables  # noqa: E402
-from workshop.arguments import option, read_command  # noqa: E402
-from workshop.compare import regression, rows, runner  # noqa: E402
-from workshop.compare.regression import ALARMS, Finding  # noqa: E402
-from workshop.compare.runner import Asked  # noqa: E402
-from workshop.errors import NotOnThisMachine, WorkshopError, printable  # noqa: E402
-from workshop.results import RunResult  # noqa: E402
-from workshop.run import hardware  # noqa: E402
-from workshop.run.presets import PRESETS  # noqa: E402
-from workshop.tables import Line, Table, escape, print_tables  # noqa: E402
+from workshop import errors, records, results, tables
+from workshop.arguments import option, read_command
+from workshop.compare import regression, rows, runner
+from workshop.compare.regression import ALARMS, Finding
+from workshop.compare.runner import Asked
+from workshop.errors import NotOnThisMachine, WorkshopError, printable
+from workshop.results import RunResult
+from workshop.run import hardware
+from workshop.run.presets import PRESETS
+from workshop.tables import Line, Table, escape, print_tables
 
 FOLDER = "regression"
 """Below an output folder."""

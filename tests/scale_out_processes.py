@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 import torch._dynamo  # which processes would import for seconds each
 import torch.distributed as dist

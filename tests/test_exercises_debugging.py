@@ -20,6 +20,14 @@ from conftest import HANGS_S
 
 pytest.importorskip("triton")
 
+import debug_causes
+import debug_harness
+import debug_results
+import repairs
+import run_all_stages
+from debug_causes import NONE, Sight
+from debug_results import StageResult
+
 from workshop.exercises import frame
 from workshop.exercises.frame import Item, Work
 from workshop.gate import canonical, plausibility
@@ -27,16 +35,6 @@ from workshop.versions import ROOT
 
 FOLDER = ROOT / "version3_triton" / "exercises" / "performance_debugging"
 SOLUTIONS = ROOT / "exercises" / "solutions" / "performance_debugging"
-sys.path[:0] = [str(FOLDER), str(SOLUTIONS)]
-
-import debug_causes  # noqa: E402
-import debug_harness  # noqa: E402
-import debug_results  # noqa: E402
-import repairs  # noqa: E402
-import run_all_stages  # noqa: E402
-from debug_causes import NONE, Sight  # noqa: E402
-from debug_results import StageResult  # noqa: E402
-
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 TINY_MODEL = {

@@ -3,7 +3,6 @@ index; V1's three measuring exercises."""
 
 import re
 import shutil
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ from workshop.exercises import frame, runner, sheet
 from workshop.exercises.__main__ import main
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Work
-from workshop.exercises.predict import prediction
 from workshop.exercises.progress import FILE, Progress
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -144,8 +142,7 @@ NEEDS_A_GPU = 'def code(work):\n    raise NotOnThisMachine("no GPU")\n    yield\
         ({}, ("check", "demo", "--limit", "soon"), 2, "'soon': give a whole number from 1 to"),
         ({}, ("solve", "demo"), 2, "solve"),
         ({"check.py": ("def time(", NEEDS_A_GPU)}, ("check", "demo"), 77, "machine: no GPU"),
-        ({"README.md": ("15 minutes", "15 min")}, ("list",), 0, "it should begin with `# Title`"),
-        ({"README.md": ("15 minutes", "15 min")}, ("check", "demo"), 2, "README.md"),
+        ({"README.md": ("15 minutes", "15 min")}, ("list",), 2, "it should begin with `# Title`"),
     ],
 )
 def test_what_cannot_be_done_is_one_message(changes, words, status, message, typed, demo) -> None:
@@ -161,7 +158,6 @@ BROKEN = {
     "syntax": ("def double(x)\n    return x\n", "mine.py, line 1 is no Python: expected ':'"),
     "division": ("def double(x):\n    return 1 / 0\n", "mine.py, line 2, in double: ZeroDiv"),
     "sys.exit": ("import sys\nsys.exit(0)\n", "mine.py, line 2 ends Python"),
-    "nothing": ("def double(x):\n    x * 2\n", "yours is nothing (None), expected a tensor"),
     "a list": ("double = [2]\n", "the check could not go on: TypeError: 'list' object"),
     "dtype": ("def double(x):\n    return (2 * x).double()\n", "its dtype is torch.float64"),
     "shape": ("def double(x):\n    return 2 * x[0]\n", "its shape is (3,), expected (2, 3)"),
@@ -222,7 +218,6 @@ def test_code_that_ends_python_or_never_ends(name, demo, tmp_path) -> None:
         ('time_ms = "4"\n[cause]\nfirst = "one"\n', "line 1: time_ms should be a number, without"),
         ("time_ms = true\n[cause]\nfirst = 1\n", "line 3: cause.first should be a text in quotes"),
         ('time_ms = inf\n[cause]\nfirst = "six"\n', "line 3: cause.first should be one of one, tw"),
-        ("time_ms = inf\n[cause]\n", "line 1: time_ms should be a finite number"),
         ("[cause]\n", "time_ms is missing; `python -m workshop.exercises reset demo`"),
         ("\udcff", "can't be read, save it as UTF-8"),
     ],
@@ -261,22 +256,13 @@ INFINITE = ZERO_IN.where(ZERO_IN != 0, float("-inf"))
     [
         (ZERO_IN + 1e-6, ZERO_IN, 1e-5, True),
         (ZERO_IN + 1e-4, ZERO_IN, 1e-5, False),
-        (ZERO_IN * 1.001, ZERO_IN, 1e-5, False),
         (INFINITE.clone(), INFINITE, 1e-5, True),
         (ZERO_IN, INFINITE, 1e-5, False),
-        (torch.tensor(2), torch.tensor(2), 0, True),
         (torch.tensor(3), torch.tensor(2), 0, False),
     ],
 )
 def test_rounding_is_no_difference(yours, right, limit, ok) -> None:
     assert first_difference(yours, right, what="out", limit=limit).ok == ok
-
-
-def test_a_prediction_is_never_red() -> None:
-    assert prediction("t", 4, 4.5, "ms", why="W.").why.endswith("a good prediction")
-    off = prediction("t", 1, 4, "ms", why="W.")
-    assert off.ok and off.why == "predicted 1 ms, measured 4 ms: 4 times too low\nW."
-    assert "off by 4" in prediction("t", 0, 4, "%", why="W.").why
 
 
 def test_a_prediction_waits_for_the_findings(tmp_path) -> None:
@@ -322,6 +308,7 @@ def test_own_results_are_found_newest_first_and_reference_ones_are_not(tmp_path)
 def test_every_sheet_is_whole(folder) -> None:
     text = (folder / "README.md").read_text(encoding="utf-8")
     assert len(sheet.read(folder).hints) >= 2
+    assert [one.name for one in sheet.folders()].count(folder.name) == 1
     assert any((folder / given).is_file() for given in frame.COPIES)
     assert f"check {folder.name}" in text
 
@@ -361,43 +348,6 @@ def test_the_empty_answers_fail_and_the_solution_passes(name, tmp_path) -> None:
 def test_a_wrong_answer_of_v1s_fails(name, key, value, message, tmp_path) -> None:
     results = solution(name)["results"]
     assert message in only_fault(name, tmp_path, {key: value}, results=results)
-
-
-def test_the_baseline_of_a_gpu_with_launches(tmp_path) -> None:
-    """Twice the batch hardly takes longer there, and two runs may differ by more than 1.05x."""
-    run = stored_runs.reference()
-    times = [20.0] * len(run["step_ms"])
-    for name, factor, batch in (("a", 1, 8), ("b", 1.1, 8), ("c", 1.15, 16)):
-        changes = {"batch_size": batch, "step_ms": [factor * ms for ms in times]}
-        kind = {"config_name": "small" if batch == 8 else "custom"}
-        stored_runs.write(tmp_path, run, name, session=name, created=name, **changes, **kind)
-    found = {
-        "step_ms": 22,
-        "tokens_per_s": 46545,
-        "backward_over_forward": (
-            statistics.median(run["backward_ms"]) / statistics.median(run["forward_ms"])
-        ),
-        "least_ms": 0.213,
-        "runs_differ_percent": 10,
-        "one_version_shows_1_05": "yes",
-        "twice_the_batch": 1.045,
-        "larger_part": "fixed",
-    }
-    answers = with_answers("baseline_analysis", tmp_path, **found)
-    assert not red(checked("baseline_analysis", answers=answers, results=tmp_path))
-    # A comparison's later runs of the same code skip the gate, and are newer.
-    ungated = {"gate": {**run["gate"], "status": "not run"}, "step_ms": [99.0] * 9}
-    later = {"session": "z", "created": "z"}
-    stored_runs.write(tmp_path, run, "repeat", **ungated, **later)
-    assert not red(checked("baseline_analysis", answers=answers, results=tmp_path))
-    # A machine that was busier in one of two runs shows nothing, and either answer is right.
-    slow = {"config_name": "custom", "batch_size": 16, "peak_tflops": 0.7 * run["peak_tflops"]}
-    stored_runs.write(tmp_path, run, "d", session="zz", created="zz", **slow)
-    for answer in ("fixed", "tokens"):
-        answers = with_answers("baseline_analysis", tmp_path, **found | {"larger_part": answer})
-        items = checked("baseline_analysis", answers=answers, results=tmp_path)
-        (judged,) = [item for item in items if item.what == "the larger part of a step's time"]
-        assert judged.ok and "busier in one of the two runs" in judged.why
 
 
 def test_the_bottleneck_of_a_gpu(tmp_path) -> None:

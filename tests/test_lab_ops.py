@@ -3,13 +3,15 @@
 import importlib.util
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tensor_ops
 import torch
+import torch_tensor_ops_bench as bench
 from stored_runs import call_run
+from tensor_ops import make_case
 from torch import Tensor
 
 from labs.inference_benchmark import documents
@@ -23,12 +25,6 @@ from workshop.run.precision import PRECISIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "labs/inference_benchmark/TorchTensorOpsBench"
-sys.path.insert(0, str(FOLDER))
-
-import tensor_ops  # noqa: E402
-import torch_tensor_ops_bench as bench  # noqa: E402
-from tensor_ops import make_case  # noqa: E402
-
 CPU = torch.device("cpu")
 SMALL = ["--device", "cpu", "--num-iters", "2", "--num-warmup-iters", "1"]
 DIM = "6-32-33"

@@ -134,7 +134,7 @@ def test_the_table_has_each_number_once_and_all_forms() -> None:
     assert table.notes[-1] == "peak: 60 TFLOP/s (data sheet)"
     report = lab_table.of_labs([rows])
     assert report.items[1]["speedup_ci"][0] < 2 < report.items[1]["speedup_ci"][1]
-    assert len(report.as_csv().splitlines()) == 5 and json.dumps(report.as_json())
+    assert json.dumps(report.as_json())
     assert "| fp16, wrong | FAIL | - |" in tables.markdown([table])
 
 

@@ -2,10 +2,10 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch_tensor_ops_bench
 
 from analysis_tools import compare_versions, roofline_analysis
 from labs.cifar10_roofline import measure_table
@@ -16,10 +16,6 @@ from workshop.arguments import parser_of
 from workshop.kernels import benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "labs/inference_benchmark/TorchTensorOpsBench"))
-
-import torch_tensor_ops_bench  # noqa: E402
-
 SCRIPT = ROOT / "results" / "reference" / "measure.sh"
 PARSERS = {
     "compare_versions.py": lambda: parser_of(compare_versions.Options),

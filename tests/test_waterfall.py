@@ -20,7 +20,6 @@ from torch import nn
 from analysis_tools import compare_versions
 from workshop import cli, records, results, tables, versions
 from workshop.arguments import read
-from workshop.classroom import instructor
 from workshop.collection import Collection
 from workshop.compare import rows, waterfall
 from workshop.compare.runner import Planned
@@ -31,7 +30,7 @@ from workshop.roofline import inputs as roofline_inputs
 from workshop.roofline.inputs import STEP
 from workshop.run import interpreter
 from workshop.run.precision import PRECISIONS
-from workshop.show import comparisons, ladders
+from workshop.show import comparisons, documents, ladders
 from workshop.versions import VERSIONS
 
 SIZES = {
@@ -286,7 +285,7 @@ def test_a_newer_waterfall_leaves_the_ladders_figures_alone(tmp_path) -> None:
     assert [row.label for row in half.rows] == ["v1", "v3", "v4"]
     points = roofline_inputs.load([tmp_path], precision="bf16").points
     assert {point.seconds for point in points if point.category == STEP} == {0.05, 0.08}
-    steps = instructor.parts(collection)["steps"]
+    steps = documents.steps(collection)
     assert steps.count("| 50.00 |") == 2 and "| 1.60x (1 process)" in steps
 
 

@@ -28,30 +28,28 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # a checkout needs no installation
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
     from workshop.needed import import_torch
 
     import_torch()
 
-import tensor_ops  # noqa: E402
-import torch  # noqa: E402
-from tensor_ops import COPY, DEFAULT_DIM, KINDS, MATRIX, MODEL_OPS, OPS, PREDEFINED, Amounts, Case  # noqa: E402
+import tensor_ops
+import torch
+from tensor_ops import COPY, DEFAULT_DIM, KINDS, MATRIX, MODEL_OPS, OPS, PREDEFINED, Amounts, Case
 
-from workshop import errors, records, results, tables  # noqa: E402
-from workshop.arguments import count, parse  # noqa: E402
-from workshop.errors import WorkshopError  # noqa: E402
-from workshop.judge import lab_record  # noqa: E402
-from workshop.labs import LabRow, LabRun  # noqa: E402
-from workshop.results import FAIL, PASS, SKIPPED, Parity  # noqa: E402
-from workshop.roofline import ceilings, model  # noqa: E402
-from workshop.roofline.model import COMPUTE, DATA_SHEET, MEMORY, Point, Roofline  # noqa: E402
-from workshop.run import hardware, timing  # noqa: E402
-from workshop.run.precision import Precision, get_precision, kept_matmul_mode  # noqa: E402
-from workshop.run.timing import StepClock  # noqa: E402
-from workshop.tables import Line, Table  # noqa: E402
+from workshop import errors, records, results, tables
+from workshop.arguments import count, parse
+from workshop.errors import WorkshopError
+from workshop.judge import lab_record
+from workshop.labs import LabRow, LabRun
+from workshop.results import FAIL, PASS, SKIPPED, Parity
+from workshop.roofline import ceilings, model
+from workshop.roofline.model import COMPUTE, DATA_SHEET, MEMORY, Point, Roofline
+from workshop.run import hardware, timing
+from workshop.run.precision import Precision, get_precision, kept_matmul_mode
+from workshop.run.timing import StepClock
+from workshop.tables import Line, Table
 
 FOLDER = Path(__file__).resolve().parent
 DEFAULT_FOLDER = results.DEFAULT_FOLDER / "inference_benchmark" / "ops"
