@@ -29,11 +29,10 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
+from labs import group as groups
 from labs.group import RESTARTS, Group, find_group
 from labs.scale_out import audit, collectives, gate, loop, request, strategies, train
-from labs.scale_out import group as groups
-from labs.scale_out.peer_accelerate import Accelerate
-from labs.scale_out.strategies import Ddp, Fsdp, Strategy, Zero
+from labs.scale_out.strategies import Accelerate, Ddp, Fsdp, Strategy, Zero
 from workshop import versions
 from workshop.gate import canonical, parity
 from workshop.judge import turn

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from labs.data_pipeline import decoders, formats, make_dataset
+from labs.data_pipeline import formats, make_dataset
 from labs.data_pipeline.formats import FORMATS, PACKED, BadData, Folder, Images
 from labs.data_pipeline.make_dataset import main
 from workshop.errors import NotOnThisMachine
@@ -75,9 +75,9 @@ def of(key: str) -> type[Images]:
     return FORMATS[key]
 
 
-def get_decoder(name: str) -> decoders.Decoder:
+def get_decoder(name: str) -> formats.Decoder:
     try:
-        return decoders.get(name)
+        return formats.get_decoder(name)
     except NotOnThisMachine as error:
         pytest.skip(str(error))
 
@@ -150,7 +150,7 @@ def test_workers_that_are_spawned_read_them_too(made: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA"])
-@pytest.mark.parametrize("decoder", decoders.PACKAGES)
+@pytest.mark.parametrize("decoder", formats.PACKAGES)
 def test_decoders_agree(decoder: str, mode: str) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (13, 9, 3)).astype(np.uint8)
     content = io.BytesIO()
@@ -285,7 +285,7 @@ def spoil(dataset: Images, index: int) -> None:
     path.write_bytes(content.replace(png, png[: len(png) // 2].ljust(len(png), b"\0")))
 
 
-@pytest.mark.parametrize("decoder", decoders.PACKAGES)
+@pytest.mark.parametrize("decoder", formats.PACKAGES)
 @pytest.mark.parametrize("key", ENCODED)
 def test_a_damaged_image_is_refused_by_name_or_skipped(key: str, decoder: str, copy: Path) -> None:
     get_decoder(decoder)

@@ -26,8 +26,6 @@ from labs.inference_benchmark import (
     modes,
     networks,
     request,
-    rewriting,
-    show,
     single,
     studies,
 )
@@ -244,9 +242,9 @@ def test_fused_operators_compute_the_same(name: str, fused: int) -> None:
             if convolution.bias is not None:
                 convolution.bias.normal_()
         truth = networks.logits(model(images))
-        rewritten = rewriting.fuse_relus(rewriting.fold_norms(copy.deepcopy(model)))
+        rewritten = modes.fuse_relus(modes.fold_norms(copy.deepcopy(model)))
         logits = networks.logits(rewritten(images))
-    operators = sum(isinstance(m, rewriting.ConvolutionRelu) for m in rewritten.modules())
+    operators = sum(isinstance(m, modes.ConvolutionRelu) for m in rewritten.modules())
     assert operators == fused
     torch.testing.assert_close(logits, truth, rtol=1e-11, atol=1e-11)
 
@@ -261,7 +259,7 @@ def test_attention_that_copies_nothing_computes_the_same() -> None:
     model, images = model.double().eval(), torch.randn(3, 3, 32, 32, dtype=torch.float64)
     variant = Variant("fp32", fold=True, fuse=True, compile={})
     rewritten = modes.prepare(model, variant).double()
-    assert sum(isinstance(m, rewriting.SelfAttention) for m in rewritten.modules()) == 2
+    assert sum(isinstance(m, modes.SelfAttention) for m in rewritten.modules()) == 2
     with torch.no_grad():
         truth, logits = model(images), rewritten(images)
     torch.testing.assert_close(logits, truth, rtol=1e-5, atol=1e-5)
@@ -605,10 +603,10 @@ def test_ranges_are_around_the_timed_iterations_and_no_profiler_starts(
 def test_a_red_run_prints_no_throughput(capsys: pytest.CaptureFixture[str]) -> None:
     one = bench(Variant())
     infer(one, 2)
-    show.summary(print, one, Group())
+    single.summary(print, one, Group())
     assert "Throughput" in capsys.readouterr().out
     one.run.gate = dataclasses.replace(one.run.gate, status="fail", failures=["other logits"])
-    show.summary(print, one, Group())
+    single.summary(print, one, Group())
     output = capsys.readouterr().out
     assert "FAIL, no throughput: other logits" in output
     assert not re.search(r"Throughput:|Latency|Achieved|per second", output)

@@ -24,7 +24,6 @@ from labs.data_pipeline import (
     measure_pipeline,
     measure_rung,
     peers,
-    profiling,
     rungs,
 )
 from labs.data_pipeline.formats import FORMATS, PACKED, Folder
@@ -515,7 +514,7 @@ def test_a_red_rung_gets_no_throughput(
     profile = tmp_path / "profile"
     assert main([*flags, "--profile-dir", str(profile)]) == 1
     (run,) = records.load_folder(tmp_path, LabRun)
-    assert (profile / "steps.png").is_file() and not profiling.mean_step(run)
+    assert (profile / "steps.png").is_file() and not measure_rung.mean_step(run)
     assert run.status == "gate failed" and labs.build_rows([run])[0].units_per_s is None
 
 

@@ -20,8 +20,9 @@ import pytest
 import torch
 from scale_out_processes import FAULTS, LATE_FAULTS, TRUE, ZERO, ZERO_FAULTS
 
+from labs import group
 from labs.group import Group, device_name, of_all
-from labs.scale_out import audit, gate, group, loop, request, train
+from labs.scale_out import audit, gate, loop, request, train
 from workshop import cli, errors, records, versions
 from workshop.errors import WorkshopError
 from workshop.gate import audit as gate_audit
@@ -457,8 +458,8 @@ def test_checkpoints_that_do_not_fit(processes: Processes, tmp_path: Path) -> No
     on = ["--resume", *of_steps(4)]
     for more, message in (
         (["--resume"], "has 3 steps, and --warmup-steps and --num-steps make 3: nothing is left"),
-        ([*on, "--version", "v1"], "another model: version is v2 there, v1 here"),
-        ([*on, "--config", "small"], "another model: config: hidden_dim is 256 there, 512 here"),
+        ([*on, "--version", "v1"], "another model: v2 there, v1 here"),
+        ([*on, "--config", "small"], "another model: hidden_dim: 256 there, 512 here"),
     ):
         assert message in refused(*more)
     for attempt in range(2):  # what was refused stays so when it is started again

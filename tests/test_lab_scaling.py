@@ -27,7 +27,6 @@ from labs.scale_out import (
     loop,
     measure,
     request,
-    scaling,
     strategies,
 )
 from workshop import errors, labs, records, tables
@@ -198,7 +197,7 @@ def test_the_readme_s_table_has_the_newest_row_beside_its_own_one_process() -> N
 
 def test_a_session_s_tables_say_what_is_gained_and_what_it_costs() -> None:
     (rows,) = labs.newest(session())
-    text = tables.markdown(scaling.tables_of(rows))
+    text = tables.markdown(documents.tables_of(rows))
     one, weak, strong = lines(text, "v2, ddp")
     assert one[1:] == ["1", "", "16", "34.17", "-", "2.0", "-", "-", "12.5", "pass"]
     assert weak[1:5] == ["2", "weak", "16", "40.20"]

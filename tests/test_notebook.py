@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import HANGS_S
 
-from labs.data_pipeline import profiling, rungs
+from labs.data_pipeline import measure_rung, rungs
 from workshop import labs, records
 from workshop.classroom import notebook
 from workshop.errors import WorkshopError
@@ -142,7 +142,7 @@ IMAGES, BATCH_SIZE, ITERATIONS, RESNET_IMAGES, OPEN_MS = 320, 16, 4, 256, 5.0
     for name in ("one_worker", "ladder"):
         [session] = (tmp_path / name / "profiles").iterdir()
         for profile in session.iterdir():
-            assert f"{profile.name}: {profiling.advice(profile)}" in text
+            assert f"{profile.name}: {measure_rung.advice(profile)}" in text
     runs = records.load_folder(tmp_path / "ladder", LabRun)
     measured = {row.first.variant: row for group in labs.newest(runs) for row in group}
     assert measured.keys() >= {"1-worker", *of_rungs}

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labs import group as groups
 from labs.group import Group, of_all
-from labs.scale_out import group as groups
 from labs.scale_out.request import Job
 from labs.scale_out.strategies import Strategy
 from workshop.errors import OutOfMemory
