@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exercise_cases import FOLDERS
 from stored_runs import lab_run
 
 from labs.inference_benchmark import documents, request, single
@@ -161,3 +162,20 @@ def test_the_newest_run_of_each_kind_of_the_operator_bench_is_quoted() -> None:
 def test_a_technique_that_the_table_does_not_have_is_named() -> None:
     with pytest.raises(WorkshopError, match=r"CHECKLIST.md: no technique 'graph' in its table"):
         documents.techniques([], TABLE.replace("| graph |", "| graphs |"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        CHECKLIST,
+        *(folder / "README.md" for name, folder in FOLDERS.items() if "inference_" in name),
+    ],
+    ids=lambda path: path.parent.name,
+)
+def test_the_benchmark_knows_the_flags_of_all_commands(path: Path) -> None:
+    text = re.sub(r"\n +", " ", path.read_text(encoding="utf-8"))
+    commands = re.findall(r"(?:micro_benchmarking_pytorch\.py|run_\w+\.sh --) ([^`\n]+)", text)
+    commands += [f"--network resnet50 {flags}" for flags in re.findall(r"`B ([^`]+)`", text)]
+    assert commands
+    for command in commands:
+        request.build_parser().parse_args(shlex.split(command))
