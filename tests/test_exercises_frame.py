@@ -141,11 +141,8 @@ NEEDS_A_GPU = 'def code(work):\n    raise NotOnThisMachine("no GPU")\n    yield\
     ("changes", "words", "status", "message"),
     [
         ({}, ("check", "dmeo"), 2, "no exercise is called 'dmeo': did you mean demo?"),
-        ({}, ("check", "demo", "--limit", "soon"), 2, "'soon': give a whole number from 1 to"),
-        ({}, ("solve", "demo"), 2, "solve"),
         ({"check.py": ("def time(", NEEDS_A_GPU)}, ("check", "demo"), 77, "machine: no GPU"),
         ({"README.md": ("15 minutes", "15 min")}, ("list",), 0, "it should begin with `# Title`"),
-        ({"README.md": ("15 minutes", "15 min")}, ("check", "demo"), 2, "README.md"),
     ],
 )
 def test_what_cannot_be_done_is_one_message(changes, words, status, message, typed, demo) -> None:
@@ -160,12 +157,9 @@ def test_what_cannot_be_done_is_one_message(changes, words, status, message, typ
 BROKEN = {
     "syntax": ("def double(x)\n    return x\n", "mine.py, line 1 is no Python: expected ':'"),
     "division": ("def double(x):\n    return 1 / 0\n", "mine.py, line 2, in double: ZeroDiv"),
-    "sys.exit": ("import sys\nsys.exit(0)\n", "mine.py, line 2 ends Python"),
     "nothing": ("def double(x):\n    x * 2\n", "yours is nothing (None), expected a tensor"),
-    "a list": ("double = [2]\n", "the check could not go on: TypeError: 'list' object"),
     "dtype": ("def double(x):\n    return (2 * x).double()\n", "its dtype is torch.float64"),
     "shape": ("def double(x):\n    return 2 * x[0]\n", "its shape is (3,), expected (2, 3)"),
-    "another name": ("def triple(x):\n    return 3 * x\n", "mine.py has no double"),
 }
 
 
@@ -186,17 +180,9 @@ ENDED = {
         "import ctypes\ndef double(x):\n    ctypes.string_at(0)\n",
         "mine.py, line 3, in double: Python was ended by SIG",
     ),
-    "os._exit": (
-        "import os\nprint('so far')\ndef double(x):\n    os._exit(3)\n",
-        "mine.py: Python ended with status 3",
-    ),
     "a long file": (
-        "import os\ndef double(x):\n    os.truncate(PLACE, 1 << 40)\n",
-        "line 3, in double: OSError: .*too large",
-    ),
-    "a thread": (
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()\n" + RIGHT,
-        "",
+        "import os\nprint('so far')\ndef double(x):\n    os.truncate(PLACE, 1 << 40)\n",
+        "line 4, in double: OSError: .*too large",
     ),
 }
 
@@ -210,19 +196,15 @@ def test_code_that_ends_python_or_never_ends(name, demo, tmp_path) -> None:
         outcome = runner.run(demo, results=demo, limit_s=limit_s)
         if "line" in red(outcome.items):  # in 4 s a busy machine has not come to the loop
             break
-    assert outcome.passed == (not message)
-    assert re.search(message, red(outcome.items))
-    assert outcome.printed == (["so far"] if name == "os._exit" else [])
+    assert not outcome.passed and re.search(message, red(outcome.items))
+    assert outcome.printed == (["so far"] if name == "a long file" else [])
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("time_ms = soon\n", "my_answers.toml: Invalid value (at line 1, column 11)"),
-        ('time_ms = "4"\n[cause]\nfirst = "one"\n', "line 1: time_ms should be a number, without"),
         ("time_ms = true\n[cause]\nfirst = 1\n", "line 3: cause.first should be a text in quotes"),
-        ('time_ms = inf\n[cause]\nfirst = "six"\n', "line 3: cause.first should be one of one, tw"),
-        ("time_ms = inf\n[cause]\n", "line 1: time_ms should be a finite number"),
         ("[cause]\n", "time_ms is missing; `python -m workshop.exercises reset demo`"),
         ("\udcff", "can't be read, save it as UTF-8"),
     ],
@@ -273,10 +255,8 @@ def test_rounding_is_no_difference(yours, right, limit, ok) -> None:
 
 
 def test_a_prediction_is_never_red() -> None:
-    assert prediction("t", 4, 4.5, "ms", why="W.").why.endswith("a good prediction")
     off = prediction("t", 1, 4, "ms", why="W.")
     assert off.ok and off.why == "predicted 1 ms, measured 4 ms: 4 times too low\nW."
-    assert "off by 4" in prediction("t", 0, 4, "%", why="W.").why
 
 
 def test_a_prediction_waits_for_the_findings(tmp_path) -> None:
@@ -353,14 +333,6 @@ def test_the_baseline_of_a_gpu_with_launches(tmp_path) -> None:
     later = {"session": "z", "created": "z"}
     stored_runs.write(tmp_path, run, "repeat", **ungated, **later)
     assert not red(checked("baseline_analysis", answers=answers, results=tmp_path))
-    # A machine that was busier in one of two runs shows nothing, and either answer is right.
-    slow = {"config_name": "custom", "batch_size": 16, "peak_tflops": 0.7 * run["peak_tflops"]}
-    stored_runs.write(tmp_path, run, "d", session="zz", created="zz", **slow)
-    for answer in ("fixed", "tokens"):
-        answers = with_answers("baseline_analysis", tmp_path, **found | {"larger_part": answer})
-        items = checked("baseline_analysis", answers=answers, results=tmp_path)
-        (judged,) = [item for item in items if item.what == "the larger part of a step's time"]
-        assert judged.ok and "busier in one of the two runs" in judged.why
 
 
 def test_the_bottleneck_of_a_gpu(tmp_path) -> None:
