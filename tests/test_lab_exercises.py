@@ -102,9 +102,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         (FAULTS, (f"{EVEN}: process 0 waits in all_reduce: starter.py",), UNEVEN),
     ],
 )
-def test_the_untouched_code_is_red_and_the_solution_passes(
-    name: str, expected: tuple[str, ...], never: str, soon: None
-) -> None:
+def test_the_untouched_code_is_red_and_the_solution_passes(name, expected, never, soon) -> None:
     needs(name)
     found = red(unanswered(name, mine=FOLDERS[name] / "starter.py"))
     assert all(part in found for part in expected) and never not in found
@@ -130,9 +128,7 @@ def test_each_right_correction_is_green(correction: str, tmp_path: Path) -> None
     assert not red(checked(PADDING, mine=mine, answers=solution(PADDING)["answers"]))
 
 
-def test_the_given_program_shows_where_texts_begin_to_differ(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_given_program_shows_where_texts_begin_to_differ(capsys, monkeypatch) -> None:
     needs(PADDING)
     from labs.text_generation.exercises.text_2_padding import compare_texts
 
@@ -175,9 +171,7 @@ def test_the_loop_without_its_fault_trains_the_same() -> None:
         ("1 process, 8", (1.0,), True, "the runs were not disturbed"),
     ],
 )
-def test_runs_that_were_disturbed_are_to_be_repeated(
-    slowed: str, factors: tuple[float, ...], ok: bool, says: str, tmp_path: Path
-) -> None:
+def test_runs_that_were_disturbed_are_to_be_repeated(slowed, factors, ok, says, tmp_path) -> None:
     mine = Path(shutil.copytree(solution(EFFICIENCY)["results"], tmp_path / "mine"))
     for path in mine.rglob("runs/*.jsonl"):
         comparison = records.load(path)
@@ -200,9 +194,7 @@ def test_train_and_the_sheet_know_the_commands_of_the_check() -> None:
         assert (arguments.accumulate, arguments.batch_size) == (parts, processes * parts)
 
 
-def test_the_sheets_commands_make_the_runs_that_the_check_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sheets_commands_make_the_runs_that_the_check_takes(tmp_path, monkeypatch) -> None:
     needs(PADDING)
     from labs.text_generation import lm_gen
     from labs.text_generation.exercises.text_1_floor import make_models
