@@ -237,7 +237,7 @@ def test_the_empty_answers_fail_and_the_solution_passes(name: str, tmp_path: Pat
     ids=[f"{name}-{row[0]}" for name, rows in WRONG.items() for row in rows],
 )
 def test_a_wrong_answer_is_the_one_that_is_red(
-    name: str, key: str, answer: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name, key, answer, says, tmp_path, monkeypatch
 ) -> None:
     for part, value in WITHOUT_CODE.get(name, {}).items():
         monkeypatch.setattr(loaded(name), part, value)
@@ -253,9 +253,7 @@ def test_a_wrong_answer_is_the_one_that_is_red(
         ([1, 0, 2, 3, 4], "the longest comes first"),
     ],
 )
-def test_the_hottest_are_compared_by_name_and_order(
-    places: list[int], says: str, tmp_path: Path
-) -> None:
+def test_the_hottest_are_compared_by_name_and_order(places, says, tmp_path) -> None:
     name = "inference_3_profiler"
     kernels = loaded(name).measured(Work(FOLDERS[name], **solution(name))).table.kernels
     answers = {"top_five": [kernels[place].name for place in places]}
@@ -295,9 +293,7 @@ MISSING: list[tuple[str, Callable[[LabRun], bool], str]] = [
 
 
 @pytest.mark.parametrize(("name", "kept", "asked"), MISSING)
-def test_what_is_not_measured_is_named_with_its_command(
-    name: str, kept: Callable[[LabRun], bool], asked: str, tmp_path: Path
-) -> None:
+def test_what_is_not_measured_is_named_with_its_command(name, kept, asked, tmp_path) -> None:
     mine = tmp_path / "results"
     shutil.copytree(solution(name)["results"], mine)
     for path in mine.glob("*/runs/*.jsonl"):
