@@ -17,13 +17,7 @@ from stored_runs import the_run
 from torch import Tensor, nn
 
 from labs import shared
-from labs.cifar10_roofline import (
-    checkpoints,
-    data,
-    documents,
-    measure_table,
-    step,
-)
+from labs.cifar10_roofline import checkpoints, data, documents, measure_table, step
 from labs.cifar10_roofline.data import Batches, Plan, crop
 from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
 from labs.cifar10_roofline.train import main
@@ -91,9 +85,7 @@ def any_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
+def train(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
     """Runs the program on a small network and 50 images; its status and all that it printed."""
     monkeypatch.setattr(step, "build", lambda name: Small())
     monkeypatch.setattr("workshop.run.hardware.measure_matmul_tflops", lambda *_: 1.0)
