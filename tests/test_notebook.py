@@ -152,16 +152,6 @@ IMAGES, BATCH_SIZE, ITERATIONS, RESNET_IMAGES, OPEN_MS = 320, 16, 4, 256, 5.0
     assert text.count("data:image/png") == 2 + on_gpu
 
 
-def test_a_change_is_a_diff_of_the_versions_own_lines() -> None:
-    shown = notebook.changes("RMSNorm", "v1", "v2").html
-    assert "RMSNorm, from v1 to v2" in shown
-    assert "+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)" in shown
-    assert "--- " not in shown
-    assert "no change" in notebook.changes("rope_tables", "v1", "v2").html
-    with pytest.raises(WorkshopError, match=r"tiny_llama_v1.py defines no Fusions"):
-        notebook.changes("Fusions", "v1", "v2")
-
-
 def test_what_is_shown_is_escaped(tmp_path) -> None:
     shown = notebook.answers([Item(True, "a<b>", "predicted 1 & more\nwhy")])._repr_html_()
     assert shown == "<ul><li><b>a&lt;b&gt;</b>: predicted 1 &amp; more<br>why</li></ul>"
