@@ -64,33 +64,23 @@ def the_run(output: Path) -> RunResult:
 # The values that are wrong for a flag in itself are in test_command_lines.py.
 WRONG = {
     "heads do not divide": ("--num-heads 3", "hidden_dim 64 is not divisible by num_heads 3"),
-    "kv heads do not divide": ("--num-kv-heads 3", "num_heads 4 .* by num_kv_heads 3"),
-    "odd head size": ("--hidden-dim 12", "head size 3 .* is odd"),
     "sequence too long": ("--seq-len 4096", "--seq-len 4096 .* 2048: lower it or raise --max-seq"),
-    "sequence of one": ("--seq-len 1", "--seq-len 1: .* at least 2"),
-    "no rate in fp32": ("--learning-rate 1e+30", r"learning-rate 1e\+30: it must be a positive"),
     "precision": ("--precision fp16", "fp16: the CPU does not have it; choose from fp32, bf16"),
     "no GPU": ("--device cuda:97", "device cuda:97: "),
     "graph": ("--cuda-graph", "--cuda-graph needs a GPU; use --no-cuda-graph"),
-    "text missing": (
-        "--text-file FOLDER/absent",
-        "--text-file FOLDER/absent can't be read: No such file",
-    ),
+    "text missing": ("--text-file FOLDER/absent", "--text-file FOLDER/absent can't be read: No su"),
     "text short": ("--text-file FOLDER/short", "short has 16 bytes, .* lower --seq-len"),
-    "text and synthetic": ("--text-file FOLDER/short --data synthetic", "goes with --data text"),
     "vocabulary too small": ("--vocab-size 255", "vocab_size 255 .* 256 .* raise --vocab-size or"),
 }
 
 # As WRONG; the last is what the message must say to lower.
 TOO_LARGE = {
     "width": ("--hidden-dim 200000", "hidden dimension 200000", "--hidden-dim"),
-    "vocabulary": ("--vocab-size 99999999999999999999", "hidden dimension 64", "--vocab-size"),
     "batch": (
         "--batch-size 10000000 --seq-len 2048",
         "batch size 10000000, sequence length 2048",
         "--batch-size or --seq-len",
     ),
-    "steps": ("--num-steps 99999999999999999999", "batch size 2, ", "--num-steps"),
 }
 
 
@@ -152,32 +142,22 @@ def test_too_large_says_how_large_at_what_size_and_what_to_lower(name, run, tmp_
     assert not (tmp_path / OUT).exists()
 
 
-def behind(error: Exception) -> Exception:
-    """The error that ends a graph's capture in which another one was raised."""
-    try:
-        try:
-            raise error
-        finally:
-            raise RuntimeError("CUDA error: operation failed due to a previous error")
-    except RuntimeError as last:
-        return last
-
-
 @pytest.mark.parametrize(
     ("error", "asked"),
     [
         (RuntimeError("DefaultCPUAllocator: you tried to allocate 4000000000 bytes."), "4.00 GB"),
-        (behind(torch.OutOfMemoryError("Tried to allocate 2.50 GiB.")), "2.50 GiB"),
-        (RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), "2.50 GiB"),
-        (MemoryError(), "block"),
+        (torch.OutOfMemoryError("Tried to allocate 2.50 GiB."), "2.50 GiB"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=["CPU", "GPU"],
 )
 def test_memory_that_runs_out_on_the_way_is_one_line_too(
     error, asked, run, tmp_path, monkeypatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise error
+        try:
+            raise error
+        finally:  # as the end of a graph's capture does
+            raise RuntimeError("CUDA error: operation failed due to a previous error")
 
     monkeypatch.setattr(trainer, "train", fail)
     finished = run("v1", "--no-gate")
@@ -188,34 +168,17 @@ def test_memory_that_runs_out_on_the_way_is_one_line_too(
         finished.stderr,
     )
     assert files(tmp_path) == []
-    monkeypatch.setattr(trainer, "train", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):  # another error is not called one of memory
-        run("v1", "--no-gate")
 
 
-@pytest.mark.parametrize(
-    ("error", "exit_status", "status", "said"),
-    [
-        (
-            *(behind(torch.OutOfMemoryError("Tried to allocate 2.50 GiB.")), 0, "complete"),
-            "note: no memory is left to time the parts of a step\n",
-        ),
-        (KeyboardInterrupt(), 130, "interrupted", "Summary of an interrupted run"),
-    ],
-    ids=["memory", "Ctrl-C"],
-)
-def test_what_ends_a_run_after_the_last_step_costs_the_parts_alone(
-    error, exit_status, status, said,
-    run, tmp_path, monkeypatch
-) -> None:  # fmt: skip
+def test_ctrl_c_after_the_last_step_costs_the_parts_alone(run, tmp_path, monkeypatch) -> None:
     def fail(*_: object) -> None:
-        raise error
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(trainer.Runner, "phases", fail)
     finished = run("v1", "--no-gate")
-    assert finished.returncode == exit_status and said in finished.stdout
+    assert finished.returncode == 130 and "Summary of an interrupted run" in finished.stdout
     saved = the_run(tmp_path)
-    assert (saved.status, len(saved.step_ms), saved.forward_ms) == (status, 3, [])
+    assert (saved.status, len(saved.step_ms), saved.forward_ms) == ("interrupted", 3, [])
     assert saved.memory_mb["peak"] > 0 and saved.gradients is None and saved.plausibility == []
 
 
@@ -279,12 +242,8 @@ def test_a_run_prints_what_it_saves(key, run, start, tmp_path) -> None:
     saved = the_run(tmp_path)
     step_ms = statistics.median(saved.step_ms)
 
-    compile_mode, data_name = saved.options["compile"], saved.data["name"]
-    for value in (saved.device["name"], saved.precision, compile_mode, data_name):
-        assert f"{value}\n" in finished.stdout
     assert re.search(r"^gate: pass: gradients 11/11; worst .*allowed$", finished.stdout, re.M)
-    assert (saved.setup_s["compile"] > 0) == (compile_mode != "none")
-
+    assert (saved.setup_s["compile"] > 0) == (saved.options["compile"] != "none")
     steps = [tuple(map(number, line)) for line in STEP_LINE.findall(finished.stdout)]
     assert [step for step, *_ in steps] == [2, 3, 4] and len(saved.losses) == 4
     for (_, loss, samples, tokens, ms), saved_loss, saved_ms in zip(
@@ -299,15 +258,9 @@ def test_a_run_prints_what_it_saves(key, run, start, tmp_path) -> None:
     assert shown["speed"] == f"{2e3 / step_ms:,.1f} samples/s, {32e3 / step_ms:,.0f} tokens/s"
     assert shown["batch"].startswith(f"{step_ms:.2f} ms (median of 3, half within ")
     for phase in ("forward", "backward", "optimizer"):
-        median = statistics.median(getattr(saved, f"{phase}_ms"))
-        assert shown[phase] == f"{median:.2f} ms"
+        assert shown[phase] == f"{statistics.median(getattr(saved, f'{phase}_ms')):.2f} ms"
     assert shown["loss"] == f"{saved.losses[0]:.4f} in step 1, {saved.losses[-1]:.4f} in step 4"
-    memory = saved.memory_mb
-    assert shown["memory"] == (
-        f"{memory['peak']:,.0f} MB peak (weights {memory['weights']:,.0f}, gradients "
-        f"{memory['gradients']:,.0f}, optimizer state {memory['optimizer_state']:,.0f}, rest "
-        f"{memory['rest']:,.0f})"
-    )
+    assert shown["memory"].startswith(f"{saved.memory_mb['peak']:,.0f} MB peak (weights ")
     rate = re.fullmatch(r"(\S+) TFLOP/s, (\S+)% of (\S+) \((.+?)\)(; .+)?", shown["rate"])
     assert rate and saved.peak_tflops and rate[4] == saved.peak_source
     assert number(rate[1]) / saved.peak_tflops == pytest.approx(number(rate[2]) / 100, rel=0.05)
@@ -320,8 +273,6 @@ def test_a_run_prints_what_it_saves(key, run, start, tmp_path) -> None:
     "words",
     [
         "version3_triton/tiny_llama_v3.py",
-        "-m workshop.parity --version v3 --device cpu",
-        "-m workshop.kernels.benchmark",
         "-m workshop.kernels.inspect",
     ],
 )

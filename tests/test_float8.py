@@ -20,7 +20,7 @@ from workshop import versions
 from workshop.errors import WorkshopError
 from workshop.gate import canonical, parity
 from workshop.profilers.flop_counts import CountedStep, count_with_torch
-from workshop.run import chips, data, float8, float8_cost, presets, trainer
+from workshop.run import data, float8, float8_cost, presets, trainer
 from workshop.run.float8 import ROWWISE, TENSORWISE
 from workshop.run.precision import FLOAT8, LADDER, get_precision, supported
 
@@ -303,14 +303,6 @@ def test_what_rounding_moves_is_counted(recipe, emulated) -> None:
     assert moved[1] - moved[0] == float8_cost.added_bytes(float8_cost.EAGER[recipe], N, I, O)
 
 
-def test_the_prediction_is_its_formula() -> None:
-    chip = chips.Peaks("", {"bf16": 1.0, "fp8": 2.0}, 1.0, "")  # TFLOP/s, and GB/s
-    each = float8_cost.Bytes(x=1, weight=2, dy=3)
-    assert float8_cost.added_bytes(each, 10, 20, 30) == 1 * 200 + 2 * 600 + 3 * 300
-    # 36,000 operations: 36 ns in bf16, 18 ns in fp8, and 2,300 ns for 2,300 bytes.
-    assert float8_cost.speed_up(each, chip, 10, 20, 30) == pytest.approx(36 / (18 + 2300))
-
-
 # --- the versions --------------------------------------------------------------------------------
 
 
@@ -586,10 +578,8 @@ def test_a_layer_is_as_far_off_on_a_gpu(recipe) -> None:
 
 @pytest.mark.gpu
 @precisions
-@pytest.mark.parametrize(
-    ("key", "as_timed"), [("v1", False), ("v2", False), ("v3", True), ("v4", True)]
-)
-def test_the_gate_passes_on_a_gpu(key, as_timed, precision) -> None:
+@pytest.mark.parametrize("key", ["v1", "v2", "v3", "v4"])
+def test_the_gate_passes_on_a_gpu(key, precision) -> None:
     """V3 captured, V4 compiled and captured: a wait for the device would break the capture."""
     needs(FLOAT8[precision].float8_recipe)
     module = versions.load(key)
@@ -608,7 +598,7 @@ def test_the_gate_passes_on_a_gpu(key, as_timed, precision) -> None:
             device=GPU,
             seed=seed,
             configure_optimizer=module.configure_optimizer,
-            cuda_graph=as_timed,
+            cuda_graph=key in ("v3", "v4"),
         )
         print(f"{key} {precision}: {report.summary()}")
         assert report.passed, report.failures

@@ -273,33 +273,22 @@ def test_operators_are_registered_as_pytorch_wants_them(label) -> None:
 
 
 @pytest.mark.parametrize("label", sorted(SMALL | {"linear-1x1x8x5"}))
-def test_forward_mode_differentiation_is_refused(label) -> None:
-    """Its tangents would be lost, without a word."""
+def test_forward_mode_and_second_derivatives_are_refused(label) -> None:
+    """They would be lost, without a word; also where the incoming gradient is a constant."""
     case = CASES[label]
     x, *rest = case.make()
 
     def first_output(x: Tensor) -> Tensor:
         return as_tuple(getattr(ops, case.op)(x, *rest, **case.fixed))[0]
 
-    def inside_another(x: Tensor) -> Tensor:
-        return torch.func.jvp(lambda z: first_output(x) * z, (x.sum(),), (x.sum(),))[1]
-
-    for function in (first_output, inside_another):
-        with pytest.raises(NotImplementedError, match=f"^{case.op}: no forward-mode"):
-            torch.func.jvp(function, (x,), (x,))
+    with pytest.raises(NotImplementedError, match=f"^{case.op}: no forward-mode"):
+        torch.func.jvp(first_output, (x,), (x,))
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match=case.op):
         first_output(torch.autograd.forward_ad.make_dual(x, x))
-    first_output(x)
-
-
-@pytest.mark.parametrize("label", sorted(SMALL | {"linear-1x1x8x5"}))
-def test_second_derivatives_are_refused(label) -> None:
-    """Also where the incoming gradient is a constant: they would be missing, without a word."""
-    case = CASES[label]
-    arguments = [x.requires_grad_() for x in case.make()]
+    arguments = [y.requires_grad_() for y in (x, *rest)]
     outputs = as_tuple(getattr(ops, case.op)(*arguments, **case.fixed))
     with pytest.raises(NotImplementedError, match="Backward: no second derivatives"):
-        torch.autograd.grad([x.sum() for x in outputs], arguments[0], create_graph=True)
+        torch.autograd.grad([y.sum() for y in outputs], arguments[0], create_graph=True)
 
 
 @pytest.fixture
@@ -360,17 +349,11 @@ def q(*shape: int, **options) -> Tensor:
 
 
 MISTAKES = [
-    (TypeError, "x is a list, not a tensor", lambda: ops.rms_norm([1.0], q(1), 1e-5)),
     (TypeError, "gate torch.float32, up torch.bfloat16",
      lambda: ops.swiglu(q(2, 4), q(2, 4, dtype=torch.bfloat16))),
-    (TypeError, "tokens are torch.float32 .* expected int64", lambda: ops.embedding(q(4, 5), q(3))),
-    (ValueError, r"gate is \(0, 4\), empty", lambda: ops.swiglu(q(0, 4), q(0, 4))),
-    (ValueError, "several devices: gate on .*, up on meta",
-     lambda: ops.swiglu(q(2, 4), torch.zeros(2, 4, device="meta"))),
     (ValueError, r"linear: weight is \(4, 5\), expected \(O, 4\)",
      lambda: ops.linear(q(2, 4), q(4, 5))),
     (ValueError, "wider than", lambda: ops.rms_norm(q(1, 65537), q(65537), 1e-5)),
-    (ValueError, "no two halves", lambda: ops.swiglu_fused(q(2, 5))),
     (ValueError, r"head size 48 is not one of \(32, 64, 128\)",
      lambda: ops.flash_attention(*3 * [q(1, 2, 3, 48)])),
     (ValueError, "3 query heads do not share 2 key/value heads",

@@ -496,10 +496,6 @@ def test_defaults_that_are_not_v1s_turn_the_gate_red(odd_config, monkeypatch, ca
     assert [line.strip() for line in capsys.readouterr().out.splitlines()[1:]] == sentences
 
 
-def test_the_gate_leaves_the_process_its_arithmetic(odd_config) -> None:
-    torch.set_float32_matmul_precision("high")
-    assert parity.check(V1.TinyLlama, odd_config).passed
-    assert torch.get_float32_matmul_precision() == "high"
 
 
 def forgets_one(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:

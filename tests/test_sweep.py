@@ -10,7 +10,7 @@ from test_results import make_result
 
 from analysis_tools import compare_versions
 from analysis_tools.compare_versions import Options
-from workshop import cli, records, results, tables, versions
+from workshop import cli, records, results, versions
 from workshop.arguments import read
 from workshop.compare import sweep
 from workshop.compare.sweep import AXES, Curve, Sweep
@@ -175,20 +175,15 @@ def test_a_size_that_cannot_fit_is_not_tried(tmp_path, monkeypatch) -> None:
     assert v1.points[-1].predicted_mb == pytest.approx(50 + 64 * 20)
     assert v1.predicted_end == pytest.approx(128 * (950 / 20) ** 0.5, rel=1e-3)
     assert (v2.fits, v2.measured_limit, v2.predicted_limit) == (2048, None, None)
-    limits = comparisons.limits(one)
-    assert limits[0].startswith("v1: fits up to 512; 1,024 would take 1,330 MB of 1,000 (predicted")
     assert not one.failed
 
 
 def test_on_a_cpu_the_first_size_is_estimated(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(sweep.hardware, "free_memory_bytes", lambda _: 10**9)
     given = arguments(tmp_path, "--sweep", "seq-len", "1024", "2048", "--versions", "v1", "v2")
-    plans = list(sweep.plan(given, given.sweep, SESSION).plans)
-    first = [(plan.version, bool(plan.skipped)) for plan in plans if "1024" in plan.name]
-    assert first == [("v1", True), ("v2", True)]
-    assert plans[0].prediction["predicted_mb"] > plans[1].prediction["predicted_mb"] > 800
-    monkeypatch.setattr(sweep.hardware, "free_memory_bytes", lambda _: 10**11)
-    assert not any(plan.skipped for plan in sweep.plan(given, given.sweep, SESSION).plans)
+    for free, skipped in ((10**9, True), (10**11, False)):
+        monkeypatch.setattr(sweep.hardware, "free_memory_bytes", lambda _, free=free: free)
+        plans = sweep.plan(given, given.sweep, SESSION).plans
+        assert {bool(plan.skipped) for plan in plans if "1024" in plan.name} == {skipped}
 
 
 def test_a_version_that_was_out_of_memory_is_not_run_at_larger_sizes(tmp_path) -> None:
@@ -205,7 +200,6 @@ def test_a_version_that_was_out_of_memory_is_not_run_at_larger_sizes(tmp_path) -
     (one,) = sweep.build(records.load_folder(tmp_path, RunResult), BATCH)
     v1, v2 = one.curves
     assert (v1.fits, v1.measured_limit) == (8, 16)
-    assert "out of memory at 16 (measured)" in comparisons.limits(one)[0]
     assert v2.fits == 32 and not one.failed
 
 
@@ -246,10 +240,6 @@ def build(*runs: RunResult) -> Sweep:
     return one
 
 
-def markdown(one: Sweep) -> str:
-    return tables.markdown(comparisons.of_sweeps([one]).tables)
-
-
 def curve(one: Sweep, version: str) -> Curve:
     return next(curve for curve in one.curves if curve.version == version)
 
@@ -275,21 +265,12 @@ def test_a_speed_up_is_over_v1_at_the_same_size() -> None:
                 at("v2", 256, step_ms=[64.0] * 5))  # fmt: skip
     points = curve(one, "v2").points
     assert [point.row.speedup.value for point in points] == [2.0, 4.0]
-    cells = [line.cells[4] for line in comparisons.sweep_table(one).lines if line.cells[1] == "v2"]
-    assert cells == ["2.00x (1 process)", "4.00x (1 process)"]
-    assert "(1 process): no interval" in markdown(one)
 
 
 def test_a_red_gate_has_no_figures_and_fails_the_sweep() -> None:
     one = build(at("v1", 128), at("v1", 256), at("v2", 128), at("v2", 256, gate="fail"))
     assert one.failed
     assert comparisons.point_without_time(curve(one, "v2").points[1]) == "FAIL"
-    assert [line.style for line in comparisons.sweep_table(one).lines] == [
-        None,
-        None,
-        None,
-        "red",
-    ]
     record = comparisons.of_sweeps([one]).items[0]["curves"][1]["points"][1]
     assert (record["step_ms"], record["peak_memory_mb"], record["parity"]) == (None, None, "fail")
 
