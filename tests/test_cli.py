@@ -391,13 +391,6 @@ def test_ctrl_c_saves_the_completed_steps(tmp_path) -> None:
     assert run.plausibility == []  # a backward pass cut short is no severed one
 
 
-def test_ctrl_c_before_a_step_saves_nothing(tmp_path) -> None:
-    finished = interrupted(tmp_path, after="gate: comparing")
-    assert finished.returncode == 130
-    assert finished.stderr == "interrupted before a timed step was complete: nothing saved\n"
-    assert files(tmp_path) == []
-
-
 @pytest.mark.parametrize("missing", ["compiler", "headers", "path"])
 def test_v4_runs_uncompiled_where_something_is_missing_to_compile(
     missing, monkeypatch, capsys

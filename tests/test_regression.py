@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from test_compare import SHRINK_PRESET, copy_repository, use_versions_of
-from test_results import files, make_result
+from test_results import make_result
 
 from analysis_tools import regression_tester
 from workshop import errors, records
@@ -387,16 +387,6 @@ def test_another_machine_is_refused_before_anything_runs(saved, monkeypatch, cap
     line = capsys.readouterr().err
     assert re.search(r"not comparable .*: device name: Some CPU then, .+ now; .*--force\n$", line)
     assert not out.exists()
-
-
-@pytest.mark.parametrize("words", [["baseline", "save", "--config", "tiny"], ["check", "--force"]])
-def test_ctrl_c_judges_nothing(words, saved, monkeypatch, capsys) -> None:
-    tester, before = regression_tester, saved.read_text()
-    monkeypatch.setattr(tester.sessions, "run_plans", lambda *_: (session(), True))
-    output = ("--output-dir", saved.parent / "out")
-    assert run_tool(*words, "--device", "cpu", "--baseline", saved, *output) == 130
-    assert "interrupted: nothing judged" in capsys.readouterr().err
-    assert saved.read_text() == before and files(saved.parent / "out") == []
 
 
 def with_clock(folder: Path, milliseconds: float) -> Path:

@@ -5,7 +5,6 @@ No test needs a network: Pythons, PyTorch builds and tools are stand-ins that th
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import io
 import json
@@ -393,24 +392,6 @@ def test_an_extra_is_added_once_and_what_has_gone_comes_back(story) -> None:
     assert (again.returncode, "Adding to" in again.stdout) == (0, True), again.stderr
     assert second.runs("import absent_one, absent_two, absent_three, torchvision").returncode == 0
     assert second.is_ready()
-
-
-def test_of_two_at_once_the_second_waits(story) -> None:
-    """And looks again then: it has nothing left to do."""
-    second, stamp = story.second, story.second.stamp.read_text()
-    other = json.loads(stamp) | {"follows": []}
-    second.stamp.write_text(json.dumps(other))
-    command = ["bash", second.root / "setup" / "environment_setup.sh", "--venv", second.venv]
-    with (second.venv / "setup.log").open("a") as log:
-        fcntl.flock(log, fcntl.LOCK_EX)
-        waiting = subprocess.Popen(command, env=offline(), stdout=subprocess.PIPE, text=True)
-        assert waiting.stdout is not None
-        lines = iter(waiting.stdout.readline, "")
-        assert any("another set-up is at work" in line for line in lines)
-        second.stamp.write_text(stamp)  # as it leaves it
-    rest = waiting.communicate()[0]
-    assert "is ready" in rest and rest.count("\n") == 1
-    assert waiting.returncode == 0
 
 
 def test_a_lost_pytorch_is_named_and_nothing_is_installed_instead(story) -> None:

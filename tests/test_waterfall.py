@@ -117,14 +117,6 @@ def test_every_rung_runs_other_code_than_the_one_before(to, precision) -> None:
     assert same_as_before(rungs(to, precision)) == []
 
 
-def test_a_switch_that_switches_nothing_is_found(copy_of, monkeypatch) -> None:
-    broken = copy_of("v2")
-    monkeypatch.setattr(broken.RMSNorm, "forward", versions.load("v1").RMSNorm.forward)
-    load = versions.load
-    monkeypatch.setattr(versions, "load", lambda key: broken if key == "v2" else load(key))
-    assert same_as_before(rungs("v4")) == ["F.rms_norm"]
-
-
 def plain_v3() -> Rung:
     return next(rung for rung in rungs("v3") if rung.title == "V3's code, no kernel")
 
@@ -229,20 +221,6 @@ def test_a_rung_with_a_red_gate_has_no_time_and_the_next_skips_it() -> None:
     assert gqa.before == "F.rms_norm" and gqa.gain.value == pytest.approx(1 / 0.81)
     assert one.failed
     assert sdpa.row is not None and comparisons.without_time(sdpa.row) == "FAIL"
-
-
-def test_no_time_of_an_interpreted_rung_is_anywhere() -> None:
-    runs = [run_of(rung, 50.0) for rung in rungs("v3", on_gpu=False) if not rung.needs]
-    (one,) = waterfall.build(runs)
-    untimed = [step for step in one.steps if step.rung.version == "v3" and step.row]
-    assert len(untimed) == 8
-    for step in untimed:
-        assert (step.step_ms, step.gain, step.saved_ms) == (None, None, None)
-        assert step.row is not None and step.row.parity == "pass" and step.row.speedup is None
-        assert comparisons.without_time(step.row) == "interpreted, not comparable"
-    steps = comparisons.of_waterfalls([one]).items[0]["steps"]
-    assert [step["step_ms"] for step in steps if step["version"] == "v3"] == [None] * 9
-    assert not one.failed
 
 
 def test_a_newer_waterfall_leaves_the_ladders_figures_alone(tmp_path) -> None:
