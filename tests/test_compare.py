@@ -161,9 +161,11 @@ def test_sessions_are_not_mixed_and_the_newest_counts() -> None:
     # A later session without V1 proves nothing about V2, so the older one is kept.
     found = by_label([*session("20260301", 150.0, "v2"), make_result("v2", session="20260401")])
     assert (found["v2"].session, found["v2"].speedup.value) == ("20260301", 3.0)
-    # Nor does a later process alone, which gives no interval.
+    # Nor does a later process alone, which gives no interval, unless it failed.
     several, alone = session("20260301", 150.0, "v2", "v2"), session("20260401", 100.0, "v2")
     assert by_label(several + alone)["v2"].session == "20260301"
+    alone[0].status = "gate failed"
+    assert by_label(several + alone)["v2"].session == "20260401"
 
 
 def test_what_failed_or_was_refused_has_no_numbers_and_costs_its_own_row_only() -> None:
