@@ -23,6 +23,7 @@ from labs.cifar10_roofline import step as cifar_step
 from labs.inference_benchmark import measure
 from labs.inference_benchmark.modes import Variant
 from workshop import errors, records
+from workshop.arguments import count
 from workshop.compare import sessions
 from workshop.exercises import sheet
 from workshop.gate import canonical, parity
@@ -181,7 +182,7 @@ def cases(parser: argparse.ArgumentParser, before: list[str]) -> Iterator[tuple[
         elif action.choices and action.help is not argparse.SUPPRESS:
             yield [*before, *flag, *(size * [NO_NAME])], name
         elif action.nargs != 0 and action.type not in (None, Path, str):
-            for value in ("text", ""):
+            for value in ("text", "", *(["0", "1e23"] if action.type is count else [])):
                 yield [*before, *flag, *(size * [value])], name
 
 

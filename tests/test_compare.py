@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 from conftest import HANGS_S
 from test_results import files, make_result
+from tricks import copy_checkout
 
 from analysis_tools import compare_versions
 from workshop import records, results, tables, versions
@@ -386,19 +386,17 @@ ANY_TIMES = ("SHARE, FIXED_MS = 0.05, 10.0", "SHARE, FIXED_MS = 0.05, 1e4")
 def copy_repository(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
     """The repository's code in another place, with one text replaced in some of its files. However
     busy this machine is, no run there is disturbed or has wrong times."""
+    copy_checkout(folder)
     unlimited = {"workshop/results.py": NEVER_DISTURBED, "workshop/judge/judge.py": ANY_TIMES}
-    changes = unlimited | changes
-    names = ["workshop", "analysis_tools", *(v.folder for v in versions.VERSIONS.values())]
-    for name in names:
-        if (ROOT / name).is_dir():
-            ignore = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, folder / name, ignore=ignore)
-    for name, (old, new) in changes.items():
-        path = folder / name
-        text = path.read_text()
-        assert old in text, f"{name} has no {old!r}"
-        path.write_text(text.replace(old, new))
+    for name, change in (unlimited | changes).items():
+        replace(folder / name, *change)
     return folder
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert old in text, f"{path.name} has no {old!r}"
+    path.write_text(text.replace(old, new), encoding="utf-8")
 
 
 def tool(*words: str | Path) -> list[str | Path]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from emulated_float8 import on_cpu
+from test_parity import hurries
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -379,10 +380,6 @@ def scale_of_a_smaller_gradient(model: nn.Module) -> None:
     replace(model, lambda layer, x: Clipped.apply(linear(x, layer.weight, TENSORWISE)))
 
 
-def five_percent_fast(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    return versions.load("v1").configure_optimizer(model, 1.05 * learning_rate)
-
-
 @pytest.mark.parametrize(
     ("edit", "optimizer", "pattern"),
     [
@@ -390,7 +387,7 @@ def five_percent_fast(model: nn.Module, learning_rate: float) -> torch.optim.Opt
         (cut, None, r"embed_tokens\.weight is missing"),
         (severed, None, r"layers\.1\.mlp\.gate_proj\.weight is missing"),
         (scale_of_a_smaller_gradient, None, r"gradient of layers\.1\.mlp\.down_proj"),
-        (lambda _: None, five_percent_fast, r"layers\.1\.mlp\.down_proj\.weight moved by"),
+        (lambda _: None, hurries, r"layers\.1\.mlp\.down_proj\.weight moved by"),
     ],
 )
 def test_the_gate_finds_what_is_wrong_in_fp8(
