@@ -295,13 +295,13 @@ def test_forward_mode_and_second_derivatives_are_refused(label) -> None:
 def model():
     module = versions.load("v3")
     torch.manual_seed(0)
-    sizes = {"vocab_size": 97, "hidden_dim": 64, "intermediate_dim": 96, "num_layers": 2}
+    sizes = {"vocab_size": 97, "hidden_dim": 64, "intermediate_dim": 96, "num_layers": 1}
     config = module.TinyLlamaConfig(**sizes, num_heads=2, num_kv_heads=1, max_seq_len=64)
     return module.TinyLlama(config).to(DEVICE)
 
 
 def loss_and_gradients(model, step=None) -> list[Tensor]:
-    tokens = torch.arange(2 * 33, device=DEVICE).view(2, 33) % 97
+    tokens = torch.arange(2 * 17, device=DEVICE).view(2, 17) % 97
     model.zero_grad(set_to_none=True)
     loss = (model if step is None else step)(tokens, tokens.roll(-1, dims=1))
     loss.backward()
@@ -321,8 +321,8 @@ def test_compiled_without_a_graph_break_or_checkpointed_it_computes_the_same(mod
 def test_the_flop_counter_sees_every_product(model) -> None:
     with FlopCounterMode(display=False) as counter:
         loss_and_gradients(model)
-    work = flops.step_flops(model.config, 2, 33)
-    attention = flops.attention_flops(model.config, 2, 33)
+    work = flops.step_flops(model.config, 2, 17)
+    attention = flops.attention_flops(model.config, 2, 17)
     # The backward pass of attention has seven products, of which the gradients need four.
     assert counter.get_total_flops() == pytest.approx(work.total + attention * 3 / 2)
 
