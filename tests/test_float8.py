@@ -26,7 +26,6 @@ from workshop.run.float8 import ROWWISE, TENSORWISE
 from workshop.run.precision import FLOAT8, LADDER, get_precision, supported
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-PLAIN = ("v1", "v2", "v4")
 recipes = pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE])
 precisions = pytest.mark.parametrize("precision", FLOAT8)
 
