@@ -281,8 +281,12 @@ def test_forward_mode_and_second_derivatives_are_refused(label) -> None:
     def first_output(x: Tensor) -> Tensor:
         return as_tuple(getattr(ops, case.op)(x, *rest, **case.fixed))[0]
 
-    with pytest.raises(NotImplementedError, match=f"^{case.op}: no forward-mode"):
-        torch.func.jvp(first_output, (x,), (x,))
+    def inside_another(x: Tensor) -> Tensor:
+        return torch.func.jvp(lambda z: first_output(x) * z, (x.sum(),), (x.sum(),))[1]
+
+    for function in (first_output, inside_another):
+        with pytest.raises(NotImplementedError, match=f"^{case.op}: no forward-mode"):
+            torch.func.jvp(function, (x,), (x,))
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match=case.op):
         first_output(torch.autograd.forward_ad.make_dual(x, x))
     arguments = [y.requires_grad_() for y in (x, *rest)]
