@@ -216,23 +216,18 @@ def test_v3_s_operators_find_the_amax_on_the_way(
     normal = partial(torch.randn, device=device)
     tokens = (2, 8) if device == CPU else (8, 1024)  # a program of the norm takes several turns
     x, dy = (normal(*tokens, 32).bfloat16() for _ in range(2))
-    between = 48 if name == "swiglu" else 96
-    given = x, normal(96, 32), normal(32, between), normal(*tokens, 96), normal(96)
+    width = 48 if name == "swiglu" else 96
+    given = x, normal(96, 32), normal(32, width), normal(*tokens, 96), normal(96)
+    options = {"recipe": recipe, "types": block.types, "both_ways": kernels.round_both_ways}
+    product = partial(float8.float8_linear, **options)
+    plainly = {
+        "swiglu": lambda y, stream, weight: tk.swiglu_fused(y),
+        "rms_norm": lambda y, stream, weight: tk.rms_norm(y, weight, 1e-5),
+        "add_rms_norm": lambda y, stream, weight: tk.add_rms_norm(y, stream, weight, 1e-5)[0],
+    }[name]
 
-    product = partial(
-        float8.float8_linear,
-        recipe=recipe,
-        types=block.types,
-        both_ways=kernels.round_both_ways,
-    )
-
-    def plainly(x: Tensor, into: Tensor, stream: Tensor, weight: Tensor) -> tuple[Tensor, None]:
-        y = product(x, into)
-        if name == "swiglu":
-            return tk.swiglu_fused(y), None
-        if name == "rms_norm":
-            return tk.rms_norm(y, weight, 1e-5), None
-        return tk.add_rms_norm(y, stream, weight, 1e-5)[0], None
+    def without_amax(x: Tensor, into: Tensor, *rest: Tensor) -> tuple[Tensor, None]:
+        return plainly(product(x, into), *rest), None
 
     def with_amax(x: Tensor, into: Tensor, stream: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         if name == "swiglu":
@@ -242,7 +237,7 @@ def test_v3_s_operators_find_the_amax_on_the_way(
         return kernels.add_rms_norm(*block.multiply(x, into), stream, weight, 1e-5)[:2]
 
     found = []
-    for between in (plainly, with_amax):
+    for between in (without_amax, with_amax):
         x, into, out, stream, weight = (leaf.clone().requires_grad_() for leaf in given)
         with torch.autocast(device.type, torch.bfloat16):
             y, amax = between(x, into, stream, weight)
