@@ -64,7 +64,7 @@ class Parsed(HTMLParser):
         assert self._open.pop() == tag
 
     def values(self, *names: str) -> list[str]:
-        """Of attributes, each with its element's name or only its own."""
+        """The values of attributes, named with their elements or alone."""
         return [value for at, value in self.attributes if at in names or at.split()[1] in names]
 
 
