@@ -176,6 +176,13 @@ def test_what_is_too_noisy_comes_with_what_would_help() -> None:
     assert change.verdict(THRESHOLD) == FASTER
 
 
+def test_a_certain_change_below_the_threshold_is_none() -> None:
+    quiet = [100.0, 100.01, 99.99, 100.02, 100.0]
+    change = regression.compare(quiet, [value * 1.02 for value in quiet])
+    assert change.low > 1.01 and change.verdict(THRESHOLD) == SAME
+    assert change.verdict(0.01) == SLOWER
+
+
 # --- verdicts ---------------------------------------------------------------------------------
 
 
