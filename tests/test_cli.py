@@ -118,10 +118,10 @@ def start(tmp_path, type_command) -> Callable[..., Finished]:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_input_is_one_line_and_leaves_nothing(name, run, start, tmp_path) -> None:
+def test_wrong_input_is_one_line_and_leaves_nothing(name, run, tmp_path) -> None:
     (tmp_path / "short").write_bytes(b"16 bytes of text")
     words, pattern = WRONG[name]
-    finished = (start if name == "text missing" else run)("v1", *typed(words, tmp_path))
+    finished = run("v1", *typed(words, tmp_path))
     (line,) = finished.stderr.splitlines()
     assert (finished.returncode, finished.stdout) == (2, "")
     assert re.match(f"error: .*{pattern}", line.replace(str(tmp_path), "FOLDER")), line
