@@ -43,7 +43,7 @@ profile: environment ## run every profiler that this machine has on every versio
 dashboard: environment ## show all results in the browser, those of results/reference as well
 	@$(RUN) analysis_tools/performance_dashboard.py $(ARGS)
 
-report: environment ## write a report of all results: one page that needs no network, and Markdown
+report: environment ## write a report of all results: one page that needs no network
 	@$(RUN) analysis_tools/report_generator.py $(ARGS)
 
 slides: environment ## build the four slide decks from results (ARGS="--results results": from yours)

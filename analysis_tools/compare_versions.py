@@ -12,26 +12,24 @@ each version's memory ends.
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
     from workshop.needed import import_torch
 
     import_torch()
 
-from workshop import errors, records, results, tables, versions  # noqa: E402
-from workshop.arguments import option, run  # noqa: E402
-from workshop.compare import rows, sessions, sweep, waterfall  # noqa: E402
-from workshop.compare.rows import Row  # noqa: E402
-from workshop.compare.sessions import Asked, Planned, run_plans  # noqa: E402
-from workshop.errors import WorkshopError  # noqa: E402
-from workshop.results import RunResult  # noqa: E402
-from workshop.show import charts, comparisons, drawing  # noqa: E402
-from workshop.tables import escape, escape_block  # noqa: E402
+from workshop import errors, records, results, tables, versions
+from workshop.arguments import option, run
+from workshop.compare import rows, runner, sweep, waterfall
+from workshop.compare.rows import Row
+from workshop.compare.runner import Asked, Planned, run_plans
+from workshop.errors import WorkshopError
+from workshop.results import RunResult
+from workshop.show import charts, comparisons, drawing
+from workshop.tables import escape, escape_block
 
 
 @dataclass
@@ -148,12 +146,9 @@ def _ladder(options: Options) -> Study:
             print(words, file=sys.stderr)
         return rows.build_rows(_asked_for(options, shown))
 
-    def plan(session: str) -> Planned:
-        return sessions.plan(options)
-
     what = "runs of the --versions, --config and --precision given"
-    parts = plan, rows.build_rows, find, comparisons.of_rows, charts.draw_rows
-    return Study("comparison", what, *parts)
+    parts = rows.build_rows, find, comparisons.of_rows, charts.draw_rows
+    return Study("comparison", what, lambda session: runner.plan(options), *parts)
 
 
 def _waterfall(options: Options, ends: list[str]) -> Study:
@@ -178,18 +173,13 @@ def _waterfall(options: Options, ends: list[str]) -> Study:
 
 def _sweep(options: Options, words: list[str]) -> Study:
     axis, sizes = sweep.parse(words)
-
-    def plan(session: str) -> Planned:
-        return sweep.plan(options, words, session)
-
-    def build(runs: list[RunResult]) -> list[sweep.Sweep]:
-        return sweep.build(runs, axis, least=1)
-
-    def find(runs: list[RunResult]) -> list[sweep.Sweep]:
-        return sweep.build(runs, axis, sizes=sizes)
-
+    parts = (
+        partial(sweep.plan, options, words),
+        partial(sweep.build, axis=axis, least=1),
+        partial(sweep.build, axis=axis, sizes=sizes),
+    )
     what = f"sweep over {axis.flag}: two sizes of one session"
-    return Study("sweep", what, plan, build, find, comparisons.of_sweeps, charts.draw_sweeps)
+    return Study("sweep", what, *parts, comparisons.of_sweeps, charts.draw_sweeps)
 
 
 def _asked_for(options: Options, runs: list[RunResult]) -> list[RunResult]:

@@ -13,16 +13,13 @@ import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from workshop import errors  # noqa: E402
+from workshop import errors
 
 if __name__ == "__main__":
     errors.begin()
 
-from workshop.arguments import option, run  # noqa: E402
-from workshop.errors import WorkshopError  # noqa: E402
+from workshop.arguments import option, run
+from workshop.errors import WorkshopError
 
 
 @dataclass

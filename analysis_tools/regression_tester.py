@@ -15,24 +15,21 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
     from workshop.needed import import_torch
 
     import_torch()
 
-from workshop import errors, records, results, tables  # noqa: E402
-from workshop.arguments import option, read_command  # noqa: E402
-from workshop.compare import regression, rows, sessions  # noqa: E402
-from workshop.compare.regression import ALARMS, Finding  # noqa: E402
-from workshop.compare.sessions import Asked  # noqa: E402
-from workshop.errors import NotOnThisMachine, WorkshopError, printable  # noqa: E402
-from workshop.results import RunResult  # noqa: E402
-from workshop.run import hardware  # noqa: E402
-from workshop.run.presets import PRESETS  # noqa: E402
-from workshop.tables import Line, Table, escape, print_tables  # noqa: E402
+from workshop import errors, records, results, tables
+from workshop.arguments import option, read_command
+from workshop.compare import regression, rows, runner
+from workshop.compare.regression import ALARMS, Finding
+from workshop.compare.runner import Asked
+from workshop.errors import NotOnThisMachine, WorkshopError, printable
+from workshop.results import RunResult
+from workshop.run import hardware
+from workshop.run.presets import PRESETS
+from workshop.tables import Line, Table, escape, print_tables
 
 FOLDER = "regression"
 """Below an output folder."""
@@ -69,10 +66,7 @@ class Check:
         "the least change that counts (default 3%%)", 0.03, type=percent, metavar="P%"
     )
     force: bool = option("compare with another device or software too")
-    versions: list[str] | None = option("of the baseline's (default: all)", metavar="V")
     repeats: int | None = option("processes a version (default: the baseline's)")
-    num_steps: int | None = option("timed steps a run (default: the baseline's)")
-    device: str | None = option("cpu, cuda or cuda:N (default: of the baseline's kind)")
     from_results: Path | None = option("run nothing: judge DIR's newest session", metavar="DIR")
     junit: Path | None = option("write the verdicts for a CI system, too", metavar="FILE")
     markdown: Path | None = option("write the tables as Markdown, too", metavar="FILE")
@@ -135,14 +129,14 @@ def save_baseline(options: Save) -> int:
 
 def check(options: Check) -> int:
     errors.require("rich")
-    baseline = _of_versions(regression.load_baseline(options.baseline), options.versions)
+    baseline = regression.load_baseline(options.baseline)
     for target, flag in ((options.junit, "--junit"), (options.markdown, "--markdown")):
         if target is not None:
             results.prepare_file(target, flag)
     if options.from_results is None:
         runs = _run_again(baseline, options)
     else:
-        runs = _load(options.from_results, options.versions)
+        runs = _load(options.from_results)
     findings = regression.check(baseline, runs, threshold=options.threshold, force=options.force)
     report = Report(findings, baseline[0], options.baseline, options.threshold)
     writes = options.from_results is None or options.output_dir is not results.DEFAULT_FOLDER
@@ -166,17 +160,15 @@ def check(options: Check) -> int:
     return regression.exit_status(findings)
 
 
-def _load(folder: Path, keys: list[str] | None) -> list[RunResult]:
-    """The folder's runs, but for those of waterfalls and sweeps beside comparisons of versions."""
-    return _of_versions(rows.preferred(records.load_folder(folder, RunResult)), keys)
-
-
-def _of_versions(runs: list[RunResult], keys: list[str] | None) -> list[RunResult]:
-    """The runs of some versions, or all. Raises WorkshopError where one of them has no run."""
+def _load(folder: Path, keys: list[str] | None = None) -> list[RunResult]:
+    """The folder's runs of some versions, or all, but for those of waterfalls and sweeps beside
+    comparisons of versions. Raises WorkshopError where one of the versions has no run."""
+    runs = rows.preferred(records.load_folder(folder, RunResult))
+    known = sorted({run.version for run in runs})
     for key in keys or ():
-        if not any(run.version == key for run in runs):
-            known = ", ".join(sorted({run.version for run in runs}))
-            raise WorkshopError(f"--versions {key}: there are runs of {known} only")
+        if key not in known:
+            there = f"there are runs of {', '.join(known)} only"
+            raise WorkshopError(f"--versions {key}: {there}")
     return [run for run in runs if not keys or run.version in keys]
 
 
@@ -190,16 +182,16 @@ def _run(asked: Asked) -> list[RunResult]:
     if asked.repeats < regression.LEAST_PROCESSES:
         least = f"takes at least {regression.LEAST_PROCESSES}; {REPEATS} are better"
         raise WorkshopError(f"--repeats {asked.repeats}: the scatter between processes {least}")
-    planned = sessions.plan(asked)
+    planned = runner.plan(asked)
     results.prepare_folder(asked.output_dir)
-    runs, interrupted = sessions.run_plans(planned, asked, results.new_session())
+    runs, interrupted = runner.run_plans(planned, asked, results.new_session())
     if interrupted:
         raise KeyboardInterrupt
     return runs
 
 
 def _run_again(baseline: list[RunResult], options: Check) -> list[RunResult]:
-    """The baseline's versions, run anew by its options and those that were given instead.
+    """The baseline's versions, run anew as it was.
 
     Raises:
         NotOnThisMachine: the machine is not the baseline's.
@@ -217,19 +209,13 @@ def _run_again(baseline: list[RunResult], options: Check) -> list[RunResult]:
         data="synthetic" if synthetic else "text",
         num_steps=int(first.options.get("num_steps") or len(first.step_ms)),
         warmup_steps=first.warmup_steps,
-        repeats=regression.repeats(runs),
+        repeats=regression.repeats(runs) if options.repeats is None else options.repeats,
         device=str(first.device.get("type", "auto")),
         seed=int(first.options.get("seed") or 0),
         output_dir=options.output_dir,
     )
-    for name in ("repeats", "num_steps", "device"):
-        if (given := getattr(options, name)) is not None:
-            setattr(asked, name, given)
-    here = dataclasses.replace(
-        first,
-        device=hardware.describe(hardware.get_device(asked.device)),
-        software=results.describe_software(),
-    )
+    device = hardware.describe(hardware.get_device(asked.device))
+    here = dataclasses.replace(first, device=device, software=results.describe_software())
     differences = regression.differing(first, here)
     if differences and not options.force:
         listed = printable("; ".join(differences))

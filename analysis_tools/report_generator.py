@@ -1,5 +1,4 @@
-"""Writes a report of all results below some folders: one self-contained HTML page, and the same as
-Markdown.
+"""Writes a report of all results below some folders: one self-contained HTML page.
 
 Your results come first, the workshop's reference results after them: each size's ladder with its
 verdicts, what bounds a step and its kernels, with links to the result files. It needs no GPU.
@@ -10,21 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from workshop import errors  # noqa: E402
+from workshop import errors
 
 if __name__ == "__main__":
     errors.begin()
 
-from workshop.arguments import option, run  # noqa: E402
-from workshop.errors import WorkshopError  # noqa: E402
+from workshop.arguments import option, run
+from workshop.errors import WorkshopError
 
 if TYPE_CHECKING:
     from workshop.tables import Table
 
-PAGE, SHEET = ("report.html", "report.md"), ("my_results.html", "my_results.md")
+PAGE, SHEET = "report.html", "my_results.html"
 
 
 @dataclass
@@ -32,11 +28,9 @@ class Options:
     results: list[Path] | None = option(
         "with results; may be repeated (default: results/)", action="append", metavar="DIR"
     )
-    output_dir: Path | None = option(
-        f"for {' and '.join(PAGE)} (default: results/report/)", metavar="DIR"
-    )
+    output_dir: Path | None = option(f"for {PAGE} (default: results/report/)", metavar="DIR")
     sheet: bool = option(
-        f"write {' and '.join(SHEET)} instead: your machine, exercises, times and labs filled in, "
+        f"write {SHEET} instead: your machine, exercises, times and labs filled in, "
         "with room for your name and what you saw"
     )
 
@@ -64,29 +58,28 @@ def _report(options: Options) -> int:
     torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
     collection = Collection(options.results or [results.DEFAULT_FOLDER])
     folder = options.output_dir or results.DEFAULT_FOLDER / "report"
-    targets = [folder / name for name in (SHEET if options.sheet else PAGE)]
-    if options.sheet and (kept := next((path for path in targets if path.exists()), None)):
+    target = folder / (SHEET if options.sheet else PAGE)
+    if options.sheet and target.exists():
         raise WorkshopError(
-            f"{kept} exists, and your notes may be in it: move it, or choose another --output-dir"
+            f"{target} exists, and your notes may be in it: move it, or choose another --output-dir"
         )
     with Console(stderr=True).status("reading results") as status:
         collection.refresh()
         parts = page.read(collection)
-        texts = None
+        html = None
         if parts:
             results.prepare_folder(folder)  # before the charts, which take time
         if options.sheet:
-            texts = page.sheet(parts, folder, _exercises(collection.folders[0]))
+            html = page.sheet(parts, folder, _exercises(collection.folders[0]))
         elif parts:
             made = page.make(parts, title="Training results")
             html = page.html_page(made, folder, progress=lambda what: status.update(Text(what)))
-            texts = html, page.markdown_page(made, folder)
-    if texts is None:
+    if html is None:
         what = "runs of yours" if options.sheet else "result in it"
         named = ", ".join(map(str, collection.folders))
         raise WorkshopError(f"results {named}: no {what}; `make compare` makes some")
-    results.write_together(dict(zip(targets, texts, strict=True)))
-    print(f"Written: {', '.join(map(str, targets))}")
+    results.write_text(target, html)
+    print(f"Written: {target}")
     return errors.DONE
 
 
@@ -97,7 +90,7 @@ def _exercises(results: Path) -> "Table":
     from workshop.tables import Line, Table
 
     states, lines = Progress(results), []
-    for one in sheet.read_all(ROOT)[0]:
+    for one in sheet.read_all():
         state = states[one.name]
         so_far = f"{state.green} of {state.items}" if state.checks else ""
         passed = f"passed {state.passed[:10]}" if state.passed else so_far

@@ -12,23 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
     from workshop.needed import import_torch
 
     import_torch()
 
-from workshop import errors, results  # noqa: E402
-from workshop.arguments import argument, option, run  # noqa: E402
-from workshop.errors import WorkshopError  # noqa: E402
-from workshop.profilers.names import printable  # noqa: E402
-from workshop.roofline import ceilings, inputs  # noqa: E402
-from workshop.roofline.model import Roofline, as_csv, as_json, ceiling_text, flags, sentences  # noqa: E402
-from workshop.run import hardware  # noqa: E402
-from workshop.show import roofline_chart  # noqa: E402
-from workshop.tables import print_tables, terminal  # noqa: E402
+from workshop import errors, results
+from workshop.arguments import argument, option, run
+from workshop.errors import WorkshopError
+from workshop.profilers.names import printable
+from workshop.roofline import ceilings, inputs
+from workshop.roofline.model import Roofline, as_json, ceiling_text, flags, sentences
+from workshop.run import hardware
+from workshop.show import roofline_chart
+from workshop.tables import print_tables, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,7 +58,7 @@ class Options:
         metavar="DIR",
     )
     output_dir: Path | None = option(
-        "for roofline.png, .csv, .json (default: DIR/roofline/)", metavar="DIR"
+        "for roofline.png and .json (default: DIR/roofline/)", metavar="DIR"
     )
 
 
@@ -146,7 +143,6 @@ def _write(roofline: Roofline, top: int, folder: Path) -> list[str]:
     of them."""
     contents: dict[Path, results.Content] = {
         folder / "roofline.json": results.json_text(as_json(roofline)),
-        folder / "roofline.csv": as_csv(roofline),
     }
     picture, lines = folder / "roofline.png", []
     if importlib.util.find_spec("matplotlib") is None:

@@ -1,6 +1,9 @@
 """Parts that the labs' programs share: flags, torchvision's networks, a study's repeats and end."""
 
+import argparse
 import copy
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.flop_counter import FlopCounterMode
 
 from workshop import errors, records, results, tables
@@ -27,6 +31,21 @@ T = TypeVar("T")
 
 
 # --- flags ---------------------------------------------------------------------------------------
+
+
+def new_parser(doc: str | None, one: str, more: str = "") -> argparse.ArgumentParser:
+    """The parser of a program, with its docstring.
+
+    Args:
+        one: when its exit status is 1.
+        more: begins the end of its --help.
+    """
+    return argparse.ArgumentParser(
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{more}Exit status: 0 done, 1 {one}, 2 wrong usage,\n77 something is missing on "
+        "this machine, 130 interrupted.",
+    )
 
 
 def add_output_dir(add: Add, lab: str) -> None:
@@ -56,6 +75,60 @@ def refuse(rules: Mapping[str, object]) -> None:
     for sentence, broken in rules.items():
         if broken:
             raise WorkshopError(sentence)
+
+
+def compare_settings(flag: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Prints in which settings a training differs from the checkpoint that it continues.
+
+    Args:
+        flag: `--resume` and the checkpoint.
+
+    Raises:
+        WorkshopError: its model or its images, the settings with "model" or "dataset" in their
+            names, are others.
+    """
+    for name, value in here.items():
+        there = saved.get(name)
+        if there != value and re.match("model|dataset", name):
+            raise WorkshopError(f"{flag}: another {name}: {there} there, {value} here")
+        if there != value:
+            print(
+                f"note: {name} is {value}, in the checkpoint {there}: the losses will differ from "
+                "those of an uninterrupted training",
+                file=sys.stderr,
+            )
+
+
+def record_trace(
+    device: torch.device,
+    steps: Iterable[object],
+    target: Path | None,
+    *,
+    skipped: int,
+    recorded: int,
+    shapes: bool = False,
+) -> None:
+    """Runs steps under torch.profiler, and writes a trace of those after the first `skipped`, the
+    last of which warms the profiler up.
+
+    Args:
+        steps: each runs when the next one is asked for.
+        target: the trace's path; None writes nothing.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports each start on stderr
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+
+    def save(profiler: profile) -> None:
+        if target:
+            with results.atomic_path(target) as path:
+                profiler.export_chrome_trace(str(path))
+
+    plan = schedule(wait=skipped - 1, warmup=1, active=recorded, repeat=1)
+    with profile(
+        activities=activities, schedule=plan, on_trace_ready=save, record_shapes=shapes
+    ) as profiler:
+        for _ in steps:
+            profiler.step()
 
 
 # --- networks ------------------------------------------------------------------------------------
@@ -110,12 +183,16 @@ def alternating(
                 yield run
 
 
-def told(runs: Iterable[LabRun], outcome: Callable[[LabRun], str]) -> tuple[list[LabRun], bool]:
-    """All runs, each told in a line when it ends; and whether Ctrl-C has ended them.
+def epoch_means(times: Sequence[float], epochs: int) -> list[float]:
+    """Each epoch's time divided by its steps, of the times of all. The median step would mislead:
+    workers deliver in bursts, so that most steps wait for nothing and one waits for all."""
+    steps = len(times) // epochs
+    return [sum(times[i : i + steps]) / steps for i in range(0, len(times), steps)]
 
-    Raises:
-        KeyboardInterrupt: no run has ended yet.
-    """
+
+def told(runs: Iterable[LabRun], outcome: Callable[[LabRun], str]) -> tuple[list[LabRun], bool]:
+    """All runs, each told in a line when it ends; and whether Ctrl-C has ended them. Raises
+    KeyboardInterrupt: no run has ended yet."""
     found: list[LabRun] = []
     try:
         for run in runs:

@@ -5,10 +5,6 @@ At sizes at which the host can't launch kernels fast enough, this is the peer to
 """
 
 import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "peers")]
 
 if __name__ == "__main__":
     from workshop.needed import import_torch
@@ -19,7 +15,7 @@ if __name__ == "__main__":
 
     leave_if_missing("hf-graph")
 
-from hugging_face_llama import TinyLlama, TinyLlamaConfig, configure_optimizer  # noqa: E402
+from hugging_face_llama import TinyLlama, TinyLlamaConfig, configure_optimizer
 
 __all__ = ["TinyLlama", "TinyLlamaConfig", "configure_optimizer"]
 

@@ -6,10 +6,6 @@ fails (0.8.5, PyTorch 2.11: the compiler refuses one of its products).
 """
 
 import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "peers")]
 
 if __name__ == "__main__":
     from workshop.needed import import_torch
@@ -20,8 +16,8 @@ if __name__ == "__main__":
 
     leave_if_missing("hf-liger")
 
-from hugging_face_llama import TinyLlama, TinyLlamaConfig, configure_optimizer  # noqa: E402
-from liger_kernel.transformers import apply_liger_kernel_to_llama  # noqa: E402
+from hugging_face_llama import TinyLlama, TinyLlamaConfig, configure_optimizer
+from liger_kernel.transformers import apply_liger_kernel_to_llama
 
 apply_liger_kernel_to_llama()
 

@@ -6,11 +6,7 @@ a graph. It needs the `transformers` package.
 """
 
 import sys
-from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 if __name__ == "__main__":
     from workshop.needed import import_torch
@@ -21,16 +17,15 @@ if __name__ == "__main__":
 
     leave_if_missing("hf")
 
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import torch
+from torch import Tensor, nn
 
-from workshop.run.torchvision import make_importable  # noqa: E402
+from workshop import versions
+from workshop.run.torchvision import make_importable
 
 make_importable()  # transformers imports it where it is installed
 
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
-
-from workshop import versions  # noqa: E402
 
 TinyLlamaConfig: Any = versions.load("v1").TinyLlamaConfig
 CHOICES: dict[str, Any] = {"tie_word_embeddings": True, "attn_implementation": "sdpa"}

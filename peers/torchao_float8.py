@@ -6,11 +6,7 @@ It needs the `torchao` package.
 """
 
 import sys
-from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 if __name__ == "__main__":
     from workshop.needed import import_torch
@@ -21,10 +17,10 @@ if __name__ == "__main__":
 
     leave_if_missing("torchao")
 
-from torch import nn  # noqa: E402
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: E402
+from torch import nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-from workshop import versions  # noqa: E402
+from workshop import versions
 
 v2: Any = versions.load("v2")
 TinyLlamaConfig, configure_optimizer = v2.TinyLlamaConfig, v2.configure_optimizer

@@ -87,15 +87,11 @@ def torch_facts() -> Facts:
 
 
 def packages() -> Facts:
-    """The packages by name: version, a module to show that the package is there, and whether it is
-    this environment's."""
+    """The packages' versions, by name."""
     found: Facts = {}
     for package in importlib.metadata.distributions():
-        modules = [file for file in package.files or () if file.suffix == ".py"]
-        files = (str(package.locate_file(file)) for file in modules if file.parts[0] != "..")
         name = re.sub(r"[-_.]+", "-", package.metadata["Name"] or "").lower()
-        own = Path(str(package.locate_file(""))).is_relative_to(sys.prefix)
-        found.setdefault(name, (package.version, next(filter(os.path.exists, files), ""), own))
+        found.setdefault(name, package.version)
     return found
 
 
@@ -236,7 +232,7 @@ class SetUp:
         if not stamp["complete"]:
             return "Deleting what an unfinished set-up has left, and creating"
         self.extras |= {*stamp["extras"]}
-        return "Adding to" if self.lost() or stamp["follows"] != self.follows() else "ready"
+        return "Adding to" if stamp["follows"] != self.follows() else "ready"
 
     def problem(self) -> str:
         """Why the environment is not the one that is asked for, if it is not."""
@@ -257,14 +253,6 @@ class SetUp:
             found = f"finds PyTorch in {file}" if file else "no longer finds PyTorch"
             return f"{found}, not in {stamp['torch']['file']} (load its module, unset PYTHONPATH)"
         return ""
-
-    def lost(self) -> list[str]:
-        """Requirements of the packages that have gone since the last set-up."""
-        installed = self.stamp.get("installed", {}).items()
-        gone = {name: version for name, (version, file) in installed if not Path(file).exists()}
-        asked = [line for line in self.lines("", *sorted(self.extras)) if name_of(line) in gone]
-        names = {name_of(line) for line in asked}
-        return asked + [f"{name}=={gone[name]}" for name in gone if name not in names]
 
     def follows(self) -> list[str]:
         """The versions that the environment is made from: it is added to when these change."""
@@ -344,9 +332,7 @@ class SetUp:
 
     def install(self) -> None:
         existing, index, torch = (self.stamp[key] for key in ("existing", "index", "torch"))
-        there = {
-            name: version for name, (version, *_) in ask(self.python, "facts")["packages"].items()
-        }
+        there = ask(self.python, "facts")["packages"]
         pins = {"torch": torch["version"] if existing else TORCH_VERSION}
         wanted, labs = self.lines("", *sorted(self.extras)), self.lines("-labs")
         if existing:
@@ -362,9 +348,6 @@ class SetUp:
         _, minor, patch = numbers(pins["torch"])[:3]
         vision = f"torchvision==0.{minor + 15}.{patch}"
         steps = []
-        if lost := self.lost():
-            again = ["--no-deps", "--force-reinstall", *index, *lost]
-            steps.append((f"what is gone: {' '.join(lost)}", again))
         if wanted:
             steps.append(("packages (up to a minute; 150 MB)", wanted))
         if not existing:
@@ -381,8 +364,7 @@ class SetUp:
 
     def finish(self, expected: str) -> None:
         # From inside the finished environment, as PYTHONPATH can put another torch in front.
-        found = ask(self.python, "facts")
-        torch = found["torch"]
+        torch = ask(self.python, "torch_facts")
         if subprocess.run([self.python, "-c", "import torch"], cwd=self.venv).returncode:
             stop(f"the PyTorch in {torch['file']} does not import (see above)")
         if torch["version"].split("+")[0] != expected.split("+")[0]:
@@ -390,18 +372,8 @@ class SetUp:
                 f"expected PyTorch {expected}, but {self.venv} finds {torch['version']} in "
                 f"{torch['file']}: is an older one on PYTHONPATH?"
             )
-        asked = {name_of(line) for line in self.lines("", *self.extras)}
-        self.write_stamp(
-            complete=True,
-            torch=torch,
-            extras=sorted(self.extras),
-            follows=self.follows(),
-            installed={
-                name: (version, file)
-                for name, (version, file, own) in found["packages"].items()
-                if file and (own or name in asked)
-            },
-        )
+        extras, follows = sorted(self.extras), self.follows()
+        self.write_stamp(complete=True, torch=torch, extras=extras, follows=follows)
         say("Next: make compare")
 
 

@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
     from workshop.needed import import_torch
 
     import_torch()
 
-from workshop import errors, results  # noqa: E402
-from workshop.arguments import option, run  # noqa: E402
+from workshop import errors, results
+from workshop.arguments import option, run
+from workshop.versions import ROOT
 
 if TYPE_CHECKING:
     from slides.measured import Measured

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from slides.measured import SIZES, Measured, NotMeasured
 from slides.pages import Body, Code, Lanes
-from workshop.classroom.instructor import PUBLISHED
 from workshop.compare import sweep as sweeps
 from workshop.compare.rows import ratio
 from workshop.errors import WorkshopError
@@ -30,6 +29,7 @@ Shown = tuple[Body, Mapping[str, object]]
 BLUE, LIGHT = "#0072B2", "#B8D4E8"
 SMALL, MEDIUM = SIZES
 TORCH_PROFILER, NCU = "torch.profiler", "ncu"
+PUBLISHED = ROOT / "tests" / "fixtures" / "published_tables.json"
 TRACES = ROOT / "tests" / "fixtures" / "profilers" / "kineto"
 MOST_MOVING = 7
 """Changes of a waterfall that are shown, besides the first and the last."""

@@ -7,19 +7,15 @@ prints the table of docs/regression.md, in some minutes.
 
 import random
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from workshop import records, versions  # noqa: E402
-from workshop.compare.rows import variant  # noqa: E402
-from workshop.results import RunResult  # noqa: E402
-from workshop.run import timing  # noqa: E402
+from workshop import records, versions
+from workshop.compare.rows import variant
+from workshop.results import RunResult
+from workshop.run import timing
+from workshop.versions import ROOT
 
 PROCESSES = (2, 3, 5)
 H200 = ROOT / "results" / "reference" / "nvidia_h200"

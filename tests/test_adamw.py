@@ -1,7 +1,6 @@
 """V3's optimizer against PyTorch's in fp64, and the rounded weights that it keeps."""
 
 import copy
-import re
 from typing import Any
 
 import pytest
@@ -261,36 +260,28 @@ def test_the_model_trains_on_fresh_copies(options, monkeypatch) -> None:
         torch.testing.assert_close(losses[0], losses[1], rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("option", ["maximize", "amsgrad", "differentiable"])
-def test_an_option_that_the_kernels_do_not_have_is_refused(option) -> None:
-    """Given to the optimizer, or set later, as a loaded state does."""
+def test_an_option_that_the_kernels_do_not_have_is_refused() -> None:
+    """Also when it is set later, as a loaded state does."""
     ours = parameters()
     give_gradients(ours, step=0)
-    before = [p.detach().clone() for p in ours]
-    with pytest.raises(ValueError, match=f"{option}=True"):
-        AdamW([{"params": ours, option: True}]).step()
     optimizer = AdamW(ours)
-    optimizer.param_groups[0][option] = True
-    with pytest.raises(ValueError, match=f"{option}=True"):
+    optimizer.param_groups[0]["maximize"] = True
+    with pytest.raises(ValueError, match="maximize=True"):
         optimizer.step()
-    assert all(torch.equal(p, old) for p, old in zip(ours, before, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("parameter", "error", "message"),
+    ("make", "error"),
     [
-        (
-            torch.zeros(3, dtype=torch.bfloat16, device=DEVICE),
-            TypeError,
-            "parameter is torch.bfloat16",
-        ),
-        (torch.zeros(4, 4, device=DEVICE)[:, :2], ValueError, "(4, 2)"),
+        (lambda: torch.zeros(3, dtype=torch.bfloat16, device=DEVICE), TypeError),
+        (lambda: torch.zeros(4, 4, device=DEVICE)[:, :2], ValueError),
     ],
+    ids=["bf16", "a view"],
 )
-def test_what_it_can_not_update_is_refused(parameter, error, message) -> None:
-    parameter.requires_grad_()
+def test_what_it_can_not_update_is_refused(make, error) -> None:
+    parameter = make().requires_grad_()
     parameter.grad = torch.zeros_like(parameter)
     optimizer = AdamW([parameter])
-    with pytest.raises(error, match=re.escape(message)):
+    with pytest.raises(error, match=r"bfloat16|\(4, 2\)"):
         optimizer.step()
     assert not optimizer.state

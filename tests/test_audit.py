@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 import itertools
-import types
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from emulated_float8 import on_cpu
+from test_parity import embedding_gradient_loses_repeats_beyond_the_eighth, round_to_bf16
 from torch import nn
 
 from workshop import versions
@@ -149,21 +149,7 @@ def without_gradient(are_left_out: Callable[[str], bool]) -> Fault:
 
 
 def lose_repeats(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The embedding's backward pass counts a token eight times at most."""
-
-    def forward(self: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
-        flat = tokens.flatten()
-        rank = torch.zeros_like(flat)
-        for token in flat.unique():
-            here = flat == token
-            rank[here] = torch.arange(int(here.sum()))
-        rows = nn.functional.embedding(tokens, self.weight)
-        kept = (rank < 8).view_as(tokens)[..., None]
-        return torch.where(kept, rows, rows.detach())
-
-    embedding = model.embed_tokens
-    assert isinstance(embedding, nn.Embedding)
-    embedding.forward = types.MethodType(forward, embedding)
+    embedding_gradient_loses_repeats_beyond_the_eighth(model)
 
 
 def halved_gradient(name: str, rows: int) -> Fault:
@@ -180,10 +166,7 @@ def halved_gradient(name: str, rows: int) -> Fault:
 
 
 def rounded_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's step gets gradients that went through bf16."""
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad = parameter.grad.bfloat16().float()
+    round_to_bf16(list(model.parameters()))
 
 
 class Tf32(torch.autograd.Function):
@@ -282,15 +265,7 @@ def test_weights_that_were_not_ready_are_red(fault) -> None:
     true, early = course("v2", of), course("v2", of, fault)
     late = dataclasses.replace(true, fingerprint=early.fingerprint)
     (sentence,) = audit.judge(late, against, of).failures
-    assert sentence.startswith("timed run: its weights, when it said that it was done, are off")
-
-
-def test_a_sketch_tells_how_far_two_tensors_are_apart() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for shape in ((5,), (300, 7), (audit._CHUNK + 3,)):
-        one, other = (torch.randn(shape, generator=generator) for _ in range(2))
-        apart = audit.sketch(one, "a") - audit.sketch(other, "a")
-        assert abs(apart.norm() / (one - other).double().norm() - 1) < 0.15
+    assert sentence.startswith("timed run: fingerprint: relative error ")
 
 
 def test_a_scale_that_overflows_is_halved_before_the_first_step() -> None:

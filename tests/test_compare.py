@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,17 +14,17 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import HANGS_S
 from test_results import files, make_result
+from tricks import copy_checkout
 
 from analysis_tools import compare_versions
-from workshop import arguments, records, results, tables, versions
-from workshop.compare import rows, sessions, sweep, waterfall
+from workshop import records, results, tables, versions
+from workshop.compare import rows, sweep, waterfall
 from workshop.compare.rows import Row
-from workshop.judge import judge, process
+from workshop.judge import judge
 from workshop.results import RunResult
 from workshop.run import presets
 from workshop.run.timing import Ratio
@@ -48,10 +47,6 @@ GPU = {"type": "cuda", "name": "Some CPU"}  # of the name of make_result's, so t
 
 def by_label(runs: list[RunResult]) -> dict[str, Row]:
     return {row.label: row for row in rows.build_rows(runs)}
-
-
-def markdown(found: list[Row]) -> str:
-    return tables.markdown(comparisons.of_rows(found).tables)
 
 
 # --- rows -------------------------------------------------------------------------------------
@@ -95,7 +90,7 @@ def test_a_verdict_needs_an_interval_without_1(v1, v2, verdict) -> None:
     assert by_label(runs)["v2"].speedup_text().startswith(verdict)
 
 
-def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(capsys) -> None:
+def test_one_process_gives_a_ratio_and_no_verdict_in_any_form() -> None:
     """The scatter between a version's processes is unknown then."""
     once = {"setup_s": {"compile": 20.0, "capture": 0.5}}
     slow, fast = make_result(), make_result("v2", step_ms=FASTER, **once)
@@ -103,18 +98,11 @@ def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(capsys) -> None:
         row = by_label(runs)["v2"]
         assert (row.speedup, row.speedup_text()) == (Ratio(2.0, None), "2.00x (1 process)")
         assert (row.break_even, row.break_even_steps) == ("unknown", None)
-    found = rows.build_rows([slow, fast])
-    note = "(1 process): no interval"
-    report = comparisons.of_rows(found)
-    for form in ("table", "markdown"):
-        report.show(form)
-        shown = capsys.readouterr().out
-        assert "2.00x (1 process)" in shown and note in shown
+    report = comparisons.of_rows(rows.build_rows([slow, fast]))
+    assert "2.00x (1 process)" in tables.markdown(report.tables)
     assert report.as_json()["rows"][1]["speedup_ci"] is None
     _, line = csv.DictReader(io.StringIO(report.as_csv()))
     assert (line["speedup"], line["speedup_ci"]) == ("2.0", "")
-    # V1 alone is compared with nothing.
-    assert note not in markdown(rows.build_rows([slow]))
 
 
 def test_a_session_has_one_peak_for_each_precision() -> None:
@@ -141,7 +129,6 @@ def test_a_session_has_one_peak_for_each_precision() -> None:
         ({"session": "20250101"}, {}, "no V1 in the same session"),
         ({"gate": "not run"}, {}, "V1 failed in this session"),
         ({"status": "failed", "error": "crashed", "step_ms": []}, {}, "V1 failed in this session"),
-        ({"gate": "fail", "status": "gate failed", "step_ms": []}, {}, "V1 failed in this sessi"),
         ({"precision": "bf16"}, {}, "no V1 in the same session"),
         ({"batch_size": 4}, {}, "no V1 in the same session"),
         ({"device": {"name": "Another"}}, {}, "no V1 in the same session"),
@@ -175,8 +162,7 @@ def test_sessions_are_not_mixed_and_the_newest_counts() -> None:
     found = by_label([*session("20260301", 150.0, "v2"), make_result("v2", session="20260401")])
     assert (found["v2"].session, found["v2"].speedup.value) == ("20260301", 3.0)
     # Nor does a later process alone, which gives no interval, unless it failed.
-    several = session("20260301", 150.0, "v2", "v2")
-    alone = session("20260401", 100.0, "v2")
+    several, alone = session("20260301", 150.0, "v2", "v2"), session("20260401", 100.0, "v2")
     assert by_label(several + alone)["v2"].session == "20260301"
     alone[0].status = "gate failed"
     assert by_label(several + alone)["v2"].session == "20260401"
@@ -230,38 +216,22 @@ def test_an_interrupted_run_counts_and_says_so() -> None:
     row = by_label([make_result(), make_result("v2", step_ms=FASTER), cut])["v2"]
     assert row.note == "1 of 2 runs interrupted"
     assert row.speedup.value == 2.0 and row.peak_memory_mb == 200.0
-    alone = by_label([make_result(), cut])["v2"]
-    assert (alone.speedup.value, alone.peak_memory_mb, alone.forward_ms) == (2.0, None, None)
-    nothing = by_label([make_result("v2", status="interrupted", step_ms=[])])["v2"]
-    assert nothing.note == "no timed step"
-
-
-def interpreted(**changes: object) -> RunResult:
-    """A run of V3 without a GPU, with times that look like good ones."""
-    options = {"compile": "none", "cuda_graph": False, "interpreted": True}
-    memory = {"peak": 150.0, "rest": 150.0, "source": "profiled allocations"}
-    given = {"options": options, "memory_mb": memory, "step_ms": FASTER, **changes}
-    return make_result("v3", **given)
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"options": {}}, {"device": GPU}, {"gate": "not run"}, {"status": "interrupted"}],
-    ids=["CPU", "CPU, which the file does not say", "GPU", "no gate", "interrupted"],
+    "changes", [{}, {"options": {}}, {"device": GPU}], ids=["CPU", "CPU, not said", "GPU"]
 )
 def test_no_number_of_an_interpreted_run_is_beside_those_that_were_not(changes) -> None:
-    found = by_label([make_result(), make_result("v2", step_ms=FASTER), interpreted(**changes)])
+    """Its times look like good ones."""
+    options = {"compile": "none", "cuda_graph": False, "interpreted": True}
+    v3 = make_result("v3", **({"options": options, "step_ms": FASTER} | changes))
+    found = by_label([make_result(), make_result("v2", step_ms=FASTER), v3])
     row, report = found["v3"], comparisons.of_rows(list(found.values()))
     assert not row.step_parts and not row.memory_mb
     assert row.speedup_text() == "interpreted, not comparable"
-    assert row.note.startswith("interpreted, not comparable: ")
     assert row.status == "interpreted" and not row.failed
-    # All the rest is there.
-    assert row.parity == changes.get("gate", "pass")
-    assert (row.params_with_grad, row.tensors_with_grad) == (4190464, 38)
+    assert (row.parity, row.tensors_with_grad) == ("pass", 38)
     assert found["v2"].speedup.value == 2.0
-    proof = comparisons.group_tables(list(found.values()))[1]
-    assert proof.lines[2].cells[2:] == ["38/38", "-", "-", "-", "-", "-"]
     for item in (report.items[2], report.records[2]):
         names = (*TIMES, "loss_first", "loss_last", "peak_memory_mb")
         assert {item[name] for name in names} == {None}
@@ -312,10 +282,6 @@ def test_the_startup_is_made_up_for_by_what_each_step_saves(
     row = found["v4"]
     assert (row.break_even, row.break_even_steps) == (break_even, steps)
     assert (row.startup_s, row.startup_least_s) == (compile_s, compile_s / 5)
-    if steps:
-        text = markdown([row])
-        assert "- v4: startup 20.0 s (compile 20.0, capture 0.0), 4.0 s with filled caches;" in text
-        assert "; break-even with V1 after 400 steps" in text
 
 
 # --- what is shown and written ----------------------------------------------------------------
@@ -359,66 +325,6 @@ def test_rows_of_results_can_be_chosen(words, shown, tmp_path, capsys) -> None:
     assert found == set(shown.split())
 
 
-HOSTILE = "\ud800 $\\frac$ \x1b[31m | <b>"
-"""A name that can't be encoded, is no formula, steers a terminal, and is markup."""
-
-
-@pytest.mark.parametrize("words", [[], ["--waterfall"], ["--sweep", "seq-len"]], ids=str)
-def test_a_device_may_have_any_name(words, tmp_path, capsys) -> None:
-    device = {"type": "cpu", "name": HOSTILE, "memory_gb": 1.0}
-    qkv_alone = {"fuse_qkv": True} | dict.fromkeys(waterfall.switches("v2")[1:], False)
-    red = {"gate": "fail", "status": "gate failed", "step_ms": []}
-    for kind, v2 in (("run", {}), (waterfall.KIND, qkv_alone), (sweep.KIND, {})):
-        for length in (128, 256):
-            own = {"device": device, "kind": kind, "seq_len": length}
-            records.add(make_result(**own), tmp_path / "in")
-            records.add(make_result("v2", options=v2, **own), tmp_path / "in")
-    records.add(
-        make_result("v4", options={"compile": HOSTILE}, device=device, **red), tmp_path / "in"
-    )
-    words = [*words, "--from-results", str(tmp_path / "in"), "--output-dir", str(tmp_path / "out")]
-    for form in tables.FORMATS:
-        compare_versions.main([*words, "--format", form])
-        shown = capsys.readouterr()
-        assert "error" not in shown.err and b"\x1b" not in shown.out.encode()  # as a terminal does
-    (text,) = (path.read_text() for path in (tmp_path / "out").glob("*.md"))
-    assert r"\$\\frac\$ \[31m \| \<b\>" in text
-    assert len(files(tmp_path / "out")) == 4
-
-
-@pytest.mark.parametrize("flag", ["--output-dir", "--output"])
-def test_the_files_of_results_keep_the_contract(flag, tmp_path, capsys) -> None:
-    """The sessions and software that are shown head the Markdown; each size has its own table."""
-    new = {"session": "2", "software": {"torch": "2.6"}}
-    for run in (
-        make_result(session="1", software={"torch": "2.5"}),
-        *(make_result(key, **new) for key in ("v1", "v2")),
-        make_result("v4", gate="fail", status="gate failed", step_ms=[], **new),
-        make_result(config_name="small", batch_size=16, **new),
-        make_result(precision="bf16", **new),
-    ):
-        records.add(run, tmp_path / "in")
-    out = tmp_path / "out"
-    words = ["--from-results", str(tmp_path / "in"), "--format", "json", f"{flag}={out}"]
-    assert compare_versions.main(words) == 1  # V4's gate is red
-    assert files(out) == [f"comparison.{kind}" for kind in ("csv", "json", "md", "png")]
-    captured = capsys.readouterr()
-    content = json.loads(read(out, "json"))
-    assert json.loads(captured.out)["rows"] == content["rows"]  # nothing but JSON for a program
-    assert captured.err.startswith("Written: ")
-    assert (content["schema_version"], content["session"]) == (tables.SCHEMA_VERSION, "2")
-    found = {(r["version"], r["config"], r["precision"]): r for r in content["rows"]}
-    assert len(found) == 5 and all(set(row) >= set(CONTRACT) for row in content["rows"])
-    assert found["v4", "tiny", "fp32"]["parity"] == "fail"
-    text = read(out, "md")
-    assert text.startswith("# Comparison 2\n\ntorch 2.6\n\n### ")
-    assert [line for line in text.splitlines() if line.startswith("##")] == [
-        "### tiny: 8 x 128 tokens, bf16, Some CPU",
-        "### tiny: 8 x 128 tokens, fp32, Some CPU",
-        "### small: 16 x 128 tokens, fp32, Some CPU",
-    ]
-
-
 def test_a_version_that_cannot_run_here_is_skipped_and_not_failed(
     tmp_path, monkeypatch, capsys
 ) -> None:
@@ -450,19 +356,17 @@ ANY_TIMES = ("SHARE, FIXED_MS = 0.05, 10.0", "SHARE, FIXED_MS = 0.05, 1e4")
 def copy_repository(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
     """The repository's code in another place, with one text replaced in some of its files. However
     busy this machine is, no run there is disturbed or has wrong times."""
+    copy_checkout(folder)
     unlimited = {"workshop/results.py": NEVER_DISTURBED, "workshop/judge/judge.py": ANY_TIMES}
-    changes = unlimited | changes
-    names = ["workshop", "analysis_tools", *(v.folder for v in versions.VERSIONS.values())]
-    for name in names:
-        if (ROOT / name).is_dir():
-            ignore = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, folder / name, ignore=ignore)
-    for name, (old, new) in changes.items():
-        path = folder / name
-        text = path.read_text()
-        assert old in text, f"{name} has no {old!r}"
-        path.write_text(text.replace(old, new))
+    for name, change in (unlimited | changes).items():
+        replace(folder / name, *change)
     return folder
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert old in text, f"{path.name} has no {old!r}"
+    path.write_text(text.replace(old, new), encoding="utf-8")
 
 
 def tool(*words: str | Path) -> list[str | Path]:
@@ -523,8 +427,6 @@ def mixed(tmp_path_factory) -> tuple[int, str, str, Path]:
 
 @needs_triton
 def test_a_comparison_trains_shows_and_writes(mixed) -> None:
-    from matplotlib.image import imread
-
     status, stdout, stderr, folder = mixed
     assert status == 1 and "Traceback" not in stdout + stderr  # V2's gate is red
     assert re.search(r"│ v1 .* baseline │", stdout)
@@ -534,8 +436,7 @@ def test_a_comparison_trains_shows_and_writes(mixed) -> None:
         assert re.search(rf"^v1 tiny fp32: {stage}.* \.\.\.$", stderr, re.MULTILINE)
     # Those that prepare at the same time are timed when all are ready.
     assert -1 < stderr.find("v3 tiny fp32: warming up") < stderr.find("v1 tiny fp32: audit: ")
-    height, width = imread(folder / "comparison.png").shape[:2]
-    assert width >= 1500 and height >= 500
+    assert (folder / "comparison.png").is_file()
     found = {row["version"]: row for row in json.loads(read(folder, "json"))["rows"]}
     v1 = found["v1"]
     assert (v1["runs"], v1["parity"], v1["audit"], v1["speedup"]) == (2, "pass", "pass", 1.0)
@@ -596,6 +497,7 @@ def test_results_alone_give_the_same_rows_again(mixed, monkeypatch, capsys) -> N
     assert json.loads(shown["json"])["rows"] == json.loads(read(folder, "json"))["rows"]
     assert shown["csv"].splitlines() == read(folder, "csv").splitlines()
     assert set(shown["csv"].splitlines()[0].split(",")) >= set(CONTRACT) - {"plausibility"}
+    assert all(set(row) >= set(CONTRACT) for row in json.loads(shown["json"])["rows"])
     assert read(folder, "md").endswith(shown["markdown"])
     assert stdout.startswith(shown["table"])
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
@@ -653,31 +555,6 @@ def test_ctrl_c_or_sigterm_keeps_what_was_completed(how, tmp_path) -> None:
     found = json.loads((folder / "comparison.json").read_text())["rows"]
     assert all(row["step_ms"] for row in found) and len(found) == 2
     assert not [name for name in files(folder) if Path(name).name.startswith(".")]
-
-
-def test_ctrl_c_while_a_process_starts_leaves_none_running(tmp_path, monkeypatch) -> None:
-    started = []
-
-    def start(command: list[str], **words: Any) -> subprocess.Popen[str]:
-        if command[0] != sys.executable:
-            return popen(command, **words)
-        one = popen([sys.executable, "-c", "import time; time.sleep(9999)"], **words)
-        started.append(one)
-        signal.raise_signal(signal.SIGINT)
-        return one
-
-    popen = subprocess.Popen
-    monkeypatch.setattr(process.subprocess, "Popen", start)
-    words = ["--device", "cpu", "--output-dir", str(tmp_path)]
-    asked = arguments.read(compare_versions.Options, words)
-    plans = sessions.Planned.of([sessions.Plan("v1", "tiny", "fp32")])
-    try:
-        assert sessions.run_plans(plans, asked, "1") == ([], True)
-        assert [one.poll() is not None for one in started] == [True]
-    finally:
-        for one in started:
-            one.kill()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("runs", [[], [make_result(status="interrupted")]], ids=["none", "one"])

@@ -4,39 +4,31 @@ alone. The stages run in this process, at a size that the interpreter needs seco
 import dataclasses
 import importlib
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import HANGS_S
 
 pytest.importorskip("triton")
 
+import debug_causes
+import debug_harness
+import debug_results
+import repairs
+import run_all_stages
+from debug_causes import NONE, Sight
+from debug_results import StageResult
+
 from workshop.exercises import frame
 from workshop.exercises.frame import Item, Work
-from workshop.gate import canonical, plausibility
+from workshop.gate import canonical
 from workshop.versions import ROOT
 
 FOLDER = ROOT / "version3_triton" / "exercises" / "performance_debugging"
 SOLUTIONS = ROOT / "exercises" / "solutions" / "performance_debugging"
-sys.path[:0] = [str(FOLDER), str(SOLUTIONS)]
-
-import debug_causes  # noqa: E402
-import debug_harness  # noqa: E402
-import debug_results  # noqa: E402
-import repairs  # noqa: E402
-import run_all_stages  # noqa: E402
-from debug_causes import NONE, Sight  # noqa: E402
-from debug_results import StageResult  # noqa: E402
-
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 TINY_MODEL = {
@@ -177,37 +169,24 @@ def test_the_solution_passes(diagnose) -> None:
 WRONG = [
     # A cause that is not the stage's, for each answer that a cause has.
     ("stage1.cause", "learning_rate_too_high", "is taken before any update"),
-    ("stage1.cause", "severed_gradient", "the backward pass reached"),
     ("stage1.cause", "none", "are not those of stage 6: loss_first"),
     ("stage2.cause", "slow_memory_layout", "a slow layout gives the right numbers late"),
-    ("stage2.cause", "default_initialisation", "ln(vocabulary) = 6.91"),
-    ("stage2.cause", "magic", "stage2.cause should be one of default_initialisation"),
     ("stage3.cause", "compilation_timed", "would make steps longer"),
-    ("stage3.cause", "program_per_element", "a product cut that small"),
     ("stage4.cause", "too_many_launches", "kernels of Triton's, stage 6's"),
     ("stage5.cause", "activations_not_stored", "no activation is part of it"),
-    ("stage5.cause", "clock_does_not_wait", "of the time that the whole loop took"),
     ("stage6.cause", "strides_ignored", "these are V1's up to"),
-    ("stage1.metric", "logits_error", "is not evidence"),
     ("stage3.metric", "loss_first", "is not evidence"),
     ("stage5.metric", "peak_mb", "which metric is the cause itself"),
-    ("stage5.metric", "programs", "which metric is the cause itself"),
     ("stage1.value", 6.9, "you noted 6.9, your result has"),
-    ("stage5.value", 20, "you noted 20, your result has 1"),
-    ("stage5.value", "1", "should be a number, without quotes"),
     ("stage1.fix", "lower_the_learning_rate", "the first loss comes before any update"),
     ("stage2.fix", "larger_blocks", "the same ones are read"),
-    ("stage5.fix", "nothing", "that is for another fault: nothing is wrong"),
-    ("stage4.fix", "wait_for_the_work", "the clock is read before the work is done"),
     ("false_claim.impossible_rows", ["medium V3", "medium V4"], "that can't be true: 1"),
     (
         "false_claim.impossible_rows",
         ["small V3", "medium V1", "medium V3", "medium V4"],
         "medium V1 can't be true: its numbers can be true: 59 TFLOP/s of 163.4",
     ),
-    ("false_claim.impossible_rows", ["V3"], "should be a list of small V1, small V3"),
     ("false_claim.step_tflops", 61.4, "that is the forward pass alone"),
-    ("false_claim.step_tflops", 500, "times too high\nthe operations of a step over its time"),
     ("false_claim.backward_over_forward", 85.5, "the forward pass over the backward pass"),
     ("false_claim.adamw_gbs", 7592, "three are written back"),
 ]
@@ -218,13 +197,6 @@ def test_a_wrong_answer_gets_a_reason(diagnose, key, wrong, answer) -> None:
     (found,) = red(diagnose(**{key.replace(".", "__"): json.dumps(wrong)}))
     assert answer in found
     assert key.startswith("false_claim") or key[:6] in found
-
-
-def test_a_time_is_no_evidence_where_it_was_interpreted(diagnose, found) -> None:
-    if not found["stage5"].run.interpreted:
-        pytest.skip("times are compared here")
-    wrong = red(diagnose(stage5__metric='"backward_ms"'))
-    assert wrong == ["stage5: backward_ms: this machine gives no such metric: take another"]
 
 
 def test_stage6_is_cleared_by_enough_metrics_alone(diagnose) -> None:
@@ -256,59 +228,13 @@ def test_a_stage_that_was_changed_or_ran_elsewhere_is_refused(diagnose, measured
     assert any("no valid JSON" in line for line in red(diagnose(results=tmp_path / "results")))
 
 
-def test_the_sheet_shows_the_published_tables() -> None:
-    text = (FOLDER / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"(?m)^ *\| ((?:small|medium) V\d) \| (.*) \|$", text)
-    claims = plausibility.read_claims(ROOT / "tests" / "fixtures" / "published_tables.json")
-    for claim, (name, cells) in zip(claims, rows, strict=True):
-        times = (claim.step_ms, claim.forward_ms, claim.backward_ms, claim.optimizer_ms)
-        shown = ["-" if value is None else f"{value:,}" for value in (*times, claim.memory_mb)]
-        size = f"{claim.batch_size} x {claim.seq_len}"
-        model = f"{claim.model.hidden_dim}, {claim.model.num_layers}"
-        assert (name, cells.split(" | ")) == (claim.name, [size, model, *shown])
-
-
-SAMPLES_PER_S = round(SIZE.batch_size / 0.03 * 1000)
-"""Rate of the made-up times of stage 3."""
-
-
-@pytest.fixture
-def with_times(found, tmp_path) -> Path:
-    """A folder of results: these, with times as a GPU's that are made up."""
-    results = tmp_path / "with_times"
-    folder = results / debug_results.FOLDER.name
-    folder.mkdir(parents=True)
-    for key, result in found.items():
-        step = {"stage3": 0.03, "stage4": 123.4, "stage5": 2.0}.get(key, 6.0)
-        run = dataclasses.replace(
-            result.run,
-            device=result.run.device | {"type": "cuda", "name": "made up"},
-            options=result.run.options | {"interpreted": False},
-            step_ms=[step] * 3,
-            forward_ms=[step / 3],
-            backward_ms=[0.1 if key == "stage5" else step / 2],
-            optimizer_ms=[0.1],
-        )
-        share = result.metrics()["timed_share"]
-        programs = 4_212_345 if key == "stage4" else result.programs
-        debug_results.save(
-            dataclasses.replace(result, run=run, loop_ms=3 * step / share, programs=programs),
-            folder,
-        )
-    return results
-
-
-def test_where_there_are_times_they_are_evidence(with_times, diagnose) -> None:
-    changes = {
-        "stage3__metric": '"samples_per_s"',
-        "stage3__value": str(SAMPLES_PER_S),
-        "stage4__value": "4212345",
-        "stage5__metric": '"backward_ms"',
-        "stage5__value": "0.1",
-    }
-    assert red(diagnose(results=with_times, **changes)) == []
-    wrong = red(diagnose(results=with_times, **changes | {"stage4__metric": '"step_ms"'}))
-    assert len(wrong) == 1 and "which metric is the cause itself" in wrong[0]
+def test_a_stage_is_judged_while_others_have_not_run(diagnose, measured, tmp_path) -> None:
+    shutil.copytree(measured, tmp_path / "results")
+    for path in (tmp_path / "results" / debug_results.FOLDER.name).glob("stage[1345]_*.json"):
+        path.unlink()
+    wrong = red(diagnose(results=tmp_path / "results"))
+    assert not any(line.startswith("stage2") for line in wrong)
+    assert any("no result yet of stage3" in line for line in wrong)
 
 
 def test_a_stage_that_fails_is_reported_and_the_others_go_on(tmp_path, monkeypatch, capfd) -> None:
@@ -319,23 +245,3 @@ def test_a_stage_that_fails_is_reported_and_the_others_go_on(tmp_path, monkeypat
     assert run_all_stages.main(["--output-dir", str(tmp_path)]) == 1
     assert capfd.readouterr().err.count("failed: exit 1: no luck") == 2
     assert not (tmp_path / "stage1_bad.json").exists()
-
-
-def test_ctrl_c_leaves_nothing_half_written(tmp_path) -> None:
-    folder = tmp_path / "results"
-    process = subprocess.Popen(
-        [str(FOLDER / "run_all_stages.sh"), "6", "--output-dir", str(folder)],
-        env=os.environ | {"PYTHON": sys.executable},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + HANGS_S
-    while not folder.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(1)  # by now it has a stage to stop
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=HANGS_S)
-    assert process.returncode == 130
-    assert stderr.splitlines()[-1].startswith("interrupted")
-    assert "Traceback" not in stderr
-    assert list(folder.iterdir()) == []

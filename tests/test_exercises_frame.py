@@ -12,7 +12,7 @@ import pytest
 import stored_runs
 import torch
 from conftest import HANGS_S
-from exercise_cases import checked, only_fault, red, solution, unanswered, with_answers
+from exercise_cases import checked, red, solution, with_answers
 
 from workshop.errors import WorkshopError
 from workshop.exercises import frame, runner, sheet
@@ -141,11 +141,8 @@ NEEDS_A_GPU = 'def code(work):\n    raise NotOnThisMachine("no GPU")\n    yield\
     ("changes", "words", "status", "message"),
     [
         ({}, ("check", "dmeo"), 2, "no exercise is called 'dmeo': did you mean demo?"),
-        ({}, ("check", "demo", "--limit", "soon"), 2, "'soon': give a whole number from 1 to"),
-        ({}, ("solve", "demo"), 2, "solve"),
         ({"check.py": ("def time(", NEEDS_A_GPU)}, ("check", "demo"), 77, "machine: no GPU"),
-        ({"README.md": ("15 minutes", "15 min")}, ("list",), 0, "it should begin with `# Title`"),
-        ({"README.md": ("15 minutes", "15 min")}, ("check", "demo"), 2, "README.md"),
+        ({"README.md": ("15 minutes", "15 min")}, ("list",), 2, "it should begin with `# Title`"),
     ],
 )
 def test_what_cannot_be_done_is_one_message(changes, words, status, message, typed, demo) -> None:
@@ -160,12 +157,9 @@ def test_what_cannot_be_done_is_one_message(changes, words, status, message, typ
 BROKEN = {
     "syntax": ("def double(x)\n    return x\n", "mine.py, line 1 is no Python: expected ':'"),
     "division": ("def double(x):\n    return 1 / 0\n", "mine.py, line 2, in double: ZeroDiv"),
-    "sys.exit": ("import sys\nsys.exit(0)\n", "mine.py, line 2 ends Python"),
     "nothing": ("def double(x):\n    x * 2\n", "yours is nothing (None), expected a tensor"),
-    "a list": ("double = [2]\n", "the check could not go on: TypeError: 'list' object"),
     "dtype": ("def double(x):\n    return (2 * x).double()\n", "its dtype is torch.float64"),
     "shape": ("def double(x):\n    return 2 * x[0]\n", "its shape is (3,), expected (2, 3)"),
-    "another name": ("def triple(x):\n    return 3 * x\n", "mine.py has no double"),
 }
 
 
@@ -181,22 +175,17 @@ def test_broken_code_is_named_with_its_line(name, demo, monkeypatch) -> None:
 
 
 ENDED = {
-    "a loop": ("while True:\n    pass\n", r"mine.py, line [12]: still running after \d+ s"),
+    "a loop": (
+        "import time\nwhile True:\n    time.sleep(9)\n",
+        r"mine.py, line [23]: still running after \d+ s",
+    ),
     "a crash": (
         "import ctypes\ndef double(x):\n    ctypes.string_at(0)\n",
         "mine.py, line 3, in double: Python was ended by SIG",
     ),
-    "os._exit": (
-        "import os\nprint('so far')\ndef double(x):\n    os._exit(3)\n",
-        "mine.py: Python ended with status 3",
-    ),
     "a long file": (
-        "import os\ndef double(x):\n    os.truncate(PLACE, 1 << 40)\n",
-        "line 3, in double: OSError: .*too large",
-    ),
-    "a thread": (
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()\n" + RIGHT,
-        "",
+        "import os\nprint('so far')\ndef double(x):\n    os.truncate(PLACE, 1 << 40)\n",
+        "line 4, in double: OSError: .*too large",
     ),
 }
 
@@ -210,19 +199,15 @@ def test_code_that_ends_python_or_never_ends(name, demo, tmp_path) -> None:
         outcome = runner.run(demo, results=demo, limit_s=limit_s)
         if "line" in red(outcome.items):  # in 4 s a busy machine has not come to the loop
             break
-    assert outcome.passed == (not message)
-    assert re.search(message, red(outcome.items))
-    assert outcome.printed == (["so far"] if name == "os._exit" else [])
+    assert not outcome.passed and re.search(message, red(outcome.items))
+    assert outcome.printed == (["so far"] if name == "a long file" else [])
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("time_ms = soon\n", "my_answers.toml: Invalid value (at line 1, column 11)"),
-        ('time_ms = "4"\n[cause]\nfirst = "one"\n', "line 1: time_ms should be a number, without"),
         ("time_ms = true\n[cause]\nfirst = 1\n", "line 3: cause.first should be a text in quotes"),
-        ('time_ms = inf\n[cause]\nfirst = "six"\n', "line 3: cause.first should be one of one, tw"),
-        ("time_ms = inf\n[cause]\n", "line 1: time_ms should be a finite number"),
         ("[cause]\n", "time_ms is missing; `python -m workshop.exercises reset demo`"),
         ("\udcff", "can't be read, save it as UTF-8"),
     ],
@@ -261,10 +246,8 @@ INFINITE = ZERO_IN.where(ZERO_IN != 0, float("-inf"))
     [
         (ZERO_IN + 1e-6, ZERO_IN, 1e-5, True),
         (ZERO_IN + 1e-4, ZERO_IN, 1e-5, False),
-        (ZERO_IN * 1.001, ZERO_IN, 1e-5, False),
         (INFINITE.clone(), INFINITE, 1e-5, True),
         (ZERO_IN, INFINITE, 1e-5, False),
-        (torch.tensor(2), torch.tensor(2), 0, True),
         (torch.tensor(3), torch.tensor(2), 0, False),
     ],
 )
@@ -273,10 +256,8 @@ def test_rounding_is_no_difference(yours, right, limit, ok) -> None:
 
 
 def test_a_prediction_is_never_red() -> None:
-    assert prediction("t", 4, 4.5, "ms", why="W.").why.endswith("a good prediction")
     off = prediction("t", 1, 4, "ms", why="W.")
     assert off.ok and off.why == "predicted 1 ms, measured 4 ms: 4 times too low\nW."
-    assert "off by 4" in prediction("t", 0, 4, "%", why="W.").why
 
 
 def test_a_prediction_waits_for_the_findings(tmp_path) -> None:
@@ -322,45 +303,9 @@ def test_own_results_are_found_newest_first_and_reference_ones_are_not(tmp_path)
 def test_every_sheet_is_whole(folder) -> None:
     text = (folder / "README.md").read_text(encoding="utf-8")
     assert len(sheet.read(folder).hints) >= 2
+    assert [one.name for one in sheet.folders()].count(folder.name) == 1
     assert any((folder / given).is_file() for given in frame.COPIES)
     assert f"check {folder.name}" in text
-
-
-@pytest.mark.parametrize(
-    "name", ["baseline_analysis", "memory_analysis", "bottleneck_identification"]
-)
-def test_the_empty_answers_fail_and_the_solution_passes(name, tmp_path) -> None:
-    unanswered(name, results=solution(name)["results"])
-    assert not red(checked(name, **solution(name)))
-    nothing_measured = checked(name, answers=solution(name)["answers"], results=tmp_path)
-    assert nothing_measured[0].why.startswith("python version1_pytorch_baseline/")
-    assert not any(item.ok for item in nothing_measured) and len(nothing_measured) <= 2
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "value", "message"),
-    [
-        ("baseline_analysis", "step_ms", 1.0, "the time of a step: yours, 1 ms, is"),
-        ("baseline_analysis", "backward_over_forward", 0.5, "times too low"),
-        ("baseline_analysis", "least_ms", 1e4, "Not over the rate"),
-        ("baseline_analysis", "runs_differ_percent", 77, "The longer median over the shorter"),
-        ("baseline_analysis", "larger_part", "fixed", "twice the tokens took"),
-        ("memory_analysis", "state_mb", 17, "the state: yours, 17 MB, is 3.97 times too low"),
-        ("memory_analysis", "square_mb", 33.6, "2 times too low"),
-        ("memory_analysis", "square", "logits", "are its columns tokens too?"),
-        ("memory_analysis", "square_percent", 0.376, "not as a fraction"),
-        ("memory_analysis", "sequences_in_16_gb", 89, "2.01 times too low"),
-        ("bottleneck_identification", "calls_a_step", 9394, "2 times too high"),
-        ("bottleneck_identification", "hottest", "aten::mul", "it is number 2"),
-        ("bottleneck_identification", "hottest", "matmul_kernel", "no row of the hot list"),
-        ("bottleneck_identification", "products_twice_as_fast", 2, "1 / (1 - p / 2)"),
-        ("bottleneck_identification", "bound", "launches", "the step: not launches: products"),
-        ("bottleneck_identification", "idle_percent", 40, "0 without a GPU"),
-    ],
-)
-def test_a_wrong_answer_of_v1s_fails(name, key, value, message, tmp_path) -> None:
-    results = solution(name)["results"]
-    assert message in only_fault(name, tmp_path, {key: value}, results=results)
 
 
 def test_the_baseline_of_a_gpu_with_launches(tmp_path) -> None:
@@ -390,14 +335,6 @@ def test_the_baseline_of_a_gpu_with_launches(tmp_path) -> None:
     later = {"session": "z", "created": "z"}
     stored_runs.write(tmp_path, run, "repeat", **ungated, **later)
     assert not red(checked("baseline_analysis", answers=answers, results=tmp_path))
-    # A machine that was busier in one of two runs shows nothing, and either answer is right.
-    slow = {"config_name": "custom", "batch_size": 16, "peak_tflops": 0.7 * run["peak_tflops"]}
-    stored_runs.write(tmp_path, run, "d", session="zz", created="zz", **slow)
-    for answer in ("fixed", "tokens"):
-        answers = with_answers("baseline_analysis", tmp_path, **found | {"larger_part": answer})
-        items = checked("baseline_analysis", answers=answers, results=tmp_path)
-        (judged,) = [item for item in items if item.what == "the larger part of a step's time"]
-        assert judged.ok and "busier in one of the two runs" in judged.why
 
 
 def test_the_bottleneck_of_a_gpu(tmp_path) -> None:

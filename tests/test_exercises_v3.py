@@ -79,7 +79,6 @@ SEEN = {
         r"add: N = 1: 63 elements of memory beside the output were written, the first 1 behind its "
         "last element",
     ),
-    "mask off by one": ("inside = n < N", "inside = n <= N", "add: N = 1: 1 elements of memory"),
     "the first block alone": (
         "tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)\n    inside",
         "tl.arange(0, BLOCK)\n    inside",
@@ -90,34 +89,16 @@ SEEN = {
         r"softmax: 5 x 63, all about -200: .*\nfirst at \[0, 0\]:\n  yours +0 +0 .*\n  expected  ",
     ),
     "the largest not subtracted": ("tl.exp(x - tl.max(x, 0))", "tl.exp(x)", "all about .* NaN"),
-    "rows side by side": (
-        "x_ptr + r * stride_x + c", "x_ptr + r * C + c",
-        r"rows 100 elements apart: .*\nfirst at \[1, 0\]:",
-    ),
     "strides ignored": (
         "x_ptr + r * stride_xr + c * stride_xc",
         "x_ptr + r * C + c",
         r"every second column of arange as 20 x 80: .*\nfirst at \[0, 1\]:\n"
         r"  yours +40 .*\n  expected +80 ",
     ),
-    "the output's strides ignored": (
-        "out_ptr + c * stride_or + r * stride_oc", "out_ptr + c * R + r",
-        r"wider matrix: \d+ elements of memory beside .* between its rows",
-    ),
     "columns without a mask": ("(r < R) & (c < C)", "r < R", "transpose: arange as 33 x 50: 462"),
     "no mask on a load": (
         "y_ptr + n, mask=inside", "y_ptr + n",
         r"add: N = 1: 63 elements of memory beside an input were loaded, the first 1 behind ",
-    ),
-    "a row's tail loaded and put aside": (
-        'x = tl.load(x_ptr + r * stride_x + c, mask=c < C, other=-float("inf"))',
-        'x = tl.where(c < C, tl.load(x_ptr + r * stride_x + c), -float("inf"))',
-        r"softmax: 5 x 63, all about -200: 1 elements of memory beside an input were loaded",
-    ),
-    "no mask on a tile's load": (
-        "(r < R) & (c < C)\n    x = tl.load(x_ptr + r * stride_xr + c * stride_xc, mask=inside)",
-        "(r < R) & (c < C)\n    x = tl.load(x_ptr + r * stride_xr + c * stride_xc)",
-        r"transpose: arange as 33 x 50: \d+ elements of memory beside an input were loaded",
     ),
     "a wrong name": ("x + y, mask", "x + z, mask", r"mine.py, line \d+, in _add_kernel: NameError"),
 }  # fmt: skip
@@ -166,14 +147,9 @@ WRONG = {
         "1.0 / tl.sqrt(tl.sum(x * x, 0) / C + eps)", "1.0 / tl.sqrt(tl.sum(x * x, 0) / C) + eps",
         r"y, rms_norm[^~]*eps outside of the root gives just this",
     ),
-    "the weight forgotten": ("g = dy * weight", "g = dy", "leaving out the weight gives just this"),
     "a race on dw": (
         "partial_dw_ptr + p * C + c", "partial_dw_ptr + c",
         r"partial_dw, 63 x 100, 4 programs: rows \[1, 2, 3\] were not written",
-    ),
-    "no mask on dw": (
-        "dw, mask=c < C)", "dw)",
-        "partial_dw, 5 x 72, 1 program: 56 elements of memory beside the output were written",
     ),
     "every program takes all rows": (
         "range(p, R, tl.num_programs(0))", "range(0, R)",
@@ -186,10 +162,6 @@ WRONG = {
     "the weight gets nothing": (
         "partial_dw.sum(0).to(weight.dtype), None", "None, None",
         r"dw, rms_norm of x \(2, 31, 72\): yours is nothing \(None\)",
-    ),
-    "a gradient too few": (
-        ".to(weight.dtype), None", ".to(weight.dtype)",
-        "incorrect number of gradients .expected 3, got 2",
     ),
 }  # fmt: skip
 
@@ -280,12 +252,3 @@ def test_ones_own_benchmark_goes_before_the_reference(inspected) -> None:
     assert "forward, small: of the copy rate: yours, 79%, is 2.11 times too low" in wrong
     written("8192 x 1024", ceiling_gbs=2000.0)
     assert "has no times of rms_norm at 65536 x 2048: run" in red(tuned(inspected))
-
-
-def test_an_inspection_that_is_missing_or_of_other_kernels_is_named(inspected) -> None:
-    path = inspected / "kernels/inspect.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({"kernels": content["kernels"][:2]}), encoding="utf-8")
-    assert "not what this command writes" in red(tuned(inspected))
-    path.unlink()
-    assert "inspect.json is not there yet" in red(tuned(inspected))

@@ -11,7 +11,6 @@ import pytest
 import stored_runs
 from exercise_cases import (
     FOLDERS,
-    SOLUTIONS,
     changed,
     checked,
     loaded,
@@ -93,13 +92,11 @@ def test_unanswered_questions_of_fusion_are_red_and_the_solution_passes(measured
         ({"eager_products": 84}, "yours, 84, is 1.33 times too high\na linear layer has one"),
         ({"compiled_products": 62}, "% too low\naten::addmm is one"),
         ({"swiglu_kernel": "aten::silu"}, "no kernel is called 'aten::silu'; look among"),
-        ({"swiglu_kernel": "silu"}, "no kernel is called 'silu'; look among"),
         (
             {"swiglu_kernel": "graph_0_cpp_fused__unsafe_view_mul_silu_silu_backward_view_2"},
             "is another one: the forward kernel's name has mul and silu, and no",
         ),
         ({"addmm_adds": "residual"}, "added by the next norm's kernel"),
-        ({"addmm_adds": "bias"}, "addmm_adds should be one of residual, gradient, mask"),
         ({"graph_launches": 9}, "yours, 9: that is of all 3 steps"),
         ({"graph_kernels": 879}, "times too high\nthe end of `show`"),
         ({"idle_ms_v2": 44.7}, "yours, 44.7 ms: that is of all 3 steps"),
@@ -204,7 +201,6 @@ def test_wrong_tiles_say_why(compiler, tmp_path) -> None:
             r"elements are wrong \(\d+\.\d%\)\nfirst at \[0, 0\]:\n  yours .*\n  expected",
         ),
         ("tl.range(0, K, BLOCK_K", "tl.range(0, K - BLOCK_K + 1, BLOCK_K", "are wrong"),
-        ("tl.dot(a, b, gates)", "tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), gates)", "are wrong"),
     ],
 )
 def test_a_changed_kernel_that_is_wrong_is_red_at_its_place(right, wrong, why, tmp_path) -> None:
@@ -217,9 +213,7 @@ def test_a_changed_kernel_that_is_wrong_is_red_at_its_place(right, wrong, why, t
 @pytest.mark.parametrize(
     ("tile", "why"),
     [
-        ("block_m=100", "TILES['sm_90'].block_m is 100: it must be a power of two from 16 to 512"),
         ("num_warps=32", "num_warps is 32: it must be a power of two from 1 to 16"),
-        ("num_stages=0", "TILES['sm_90'].num_stages must lie between 1 and 8"),
     ],
 )
 def test_a_tile_that_no_kernel_can_have_ends_the_check(tile, why, tmp_path) -> None:
@@ -274,29 +268,12 @@ WRONG_DEPLOYMENTS: dict[str, tuple[str, dict[str, str], str]] = {
         {'{"config": dataclasses.asdict(model.config), "weights": model.state_dict()}': "model"},
         "torch.load(weights_only=True) refuses it",
     ),
-    "the tied weight is in the file twice": (
-        "_weights",
-        {"model.state_dict()}": "{k: v.clone() for k, v in model.state_dict().items()}}"},
-        "Copies of the tied weight",
-    ),
-    "training mode": ("_weights", {"return model.eval()": "return model"}, "in training mode"),
     "nothing is loaded": (
         "_weights", {'    model.load_state_dict(content["weights"])\n': ""}, "elements are wrong",
     ),
     "untied": (
         "_weights", {'(content["weights"])': '(content["weights"], assign=True)'},
         "lm_head.weight and embed_tokens.weight are two parameters now",
-    ),
-    "lost buffers": (
-        "_weights",
-        {
-            "    model = v4": "    with torch.device('meta'):\n        model = v4",
-            '(content["weights"])': '(content["weights"], assign=True)',
-        },
-        "rope_cos and rope_sin: no state_dict has them",
-    ),
-    "exported in training mode": (
-        "_export", {"model.eval(), (tokens,)": "model, (tokens,)"}, "two calls differ",
     ),
     "exported for one shape": (
         "_export", {', dynamic_shapes={"tokens": {0: batch, 1: length}}': ""},
@@ -310,7 +287,6 @@ WRONG_DEPLOYMENTS: dict[str, tuple[str, dict[str, str], str]] = {
         "_latency", {"        model(tokens)\n        wait()\n": "        model(tokens)\n"},
         "wait() comes first",
     ),
-    "a mean": ("_latency", {"statistics.median(times)": "statistics.mean(times)"}, "is p50 a mean"),
     "a percentile that hides": (
         "_latency", {'method="inclusive")[-1]': 'method="inclusive")[9]'}, "p95 hides them",
     ),
@@ -339,7 +315,6 @@ def test_a_wrong_deployment_says_why(name, tmp_path) -> None:
     [
         ({"largest_batch": 4}, "you wrote 4; look at each p95 of 'exported'"),
         ({"best_batch": 1}, "you wrote 1, with 16,000 tokens/s; another one has 17,067"),
-        ({"best_batch": 3}, "3 is no batch size of your table"),
         ({"status_other_device": 0}, "another device: its exit status: you wrote 0"),
     ],
 )
@@ -370,27 +345,12 @@ def test_a_planted_change_gets_the_verdict_that_the_sheet_asks_for(tmp_path, cap
         assert regression_tester.main(["check", *baseline, "--from-results", target]) == status
 
 
-SOLVED_DEPLOYMENT = (SOLUTIONS / DEPLOYMENT / frame.MINE).read_text(encoding="utf-8")
-NO_TIMES = "\n\ndef measure(model, tokens, wait):\n    return {'p50': 1.0}\n"
-STARTER = (FOLDERS[DEPLOYMENT] / frame.STARTER).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("mine", "why"),
-    [
-        (SOLVED_DEPLOYMENT + NO_TIMES, r"measure\(\) returns no p50_ms, p95_ms, max_ms"),
-        (STARTER, r"^error: not written yet: mine.py, line .* save the sizes and the weights$"),
-    ],
-)
-def test_deploying_with_a_mistake_is_one_line(mine, why, tmp_path, monkeypatch, capsys) -> None:
+def test_deploying_with_an_unwritten_part_is_one_line(tmp_path, monkeypatch, capsys) -> None:
     deploy = frame.import_file(FOLDERS[DEPLOYMENT] / "deploy.py")
-    (tmp_path / frame.MINE).write_text(mine, encoding="utf-8")
+    starter = (FOLDERS[DEPLOYMENT] / frame.STARTER).read_text(encoding="utf-8")
+    (tmp_path / frame.MINE).write_text(starter, encoding="utf-8")
     monkeypatch.setattr(deploy, "HERE", tmp_path)
-    monkeypatch.setattr(deploy, "STEPS", 1)
     assert deploy.main(["--output-dir", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(why, line)
+    assert line.startswith("error: not written yet: mine.py, line ")
     assert not (tmp_path / "latency.json").exists()
-    monkeypatch.setattr(deploy.trainer, "missing_for_compile", lambda device: "a compiler")
-    assert deploy.main(["--aot", "--output-dir", str(tmp_path)]) == 77
-    assert "--aot needs a compiler" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_compare import NEVER_DISTURBED, ROOT, SHRINK_PRESET
+from test_compare import NEVER_DISTURBED, ROOT, SHRINK_PRESET, replace
 
 ENTRY = """
         Version(
@@ -68,12 +68,6 @@ def copy_checkout(folder: Path) -> Path:
     shutil.copytree(ROOT, folder, symlinks=True, ignore=unneeded)
     replace(folder / "workshop/results.py", *NEVER_DISTURBED)
     return folder
-
-
-def replace(path: Path, old: str, new: str) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert old in text, f"{path.name} has no {old!r}"
-    path.write_text(text.replace(old, new, 1), encoding="utf-8")
 
 
 @pytest.mark.slow

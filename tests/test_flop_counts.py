@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import re
 import shlex
 import sys
 from importlib.machinery import ModuleSpec
@@ -112,7 +111,6 @@ def run_script(
     assert "Traceback" not in answer.stderr
     report = (folder / "flops.md").read_text()
     assert report in answer.stdout
-    assert max(map(len, report.splitlines())) <= 80, "it fits a terminal"
     found = Collection([folder])
     found.refresh()
     assert (found.runs, found.broken) == ([], [])
@@ -128,13 +126,12 @@ def test_the_script_counts_times_and_writes(type_command: TypeCommand, tmp_path:
     median_s = sorted(record.step_ms)[1] / 1e3
     assert record.mfu == pytest.approx(step.total / median_s / 1e12 / record.peak_tflops)
     assert f"MFU: {record.mfu:.1%}. {step.total:,.0f} FLOP in " in printed
-    row = rf"\| analytic +\| +{step.forward:,.0f} \| +{step.backward:,.0f} \| +1.0000 \|"
-    assert re.search(row, printed)
+    assert f"| analytic | {step.forward:,.0f} | {step.backward:,.0f} | 1.0000 |" in printed
     assert " gradients reached " in printed
     if importlib.util.find_spec("deepspeed"):
         assert "not counted" in printed and (tmp_path / "deepspeed_profile.txt").is_file()
     else:
-        assert re.search(r"\| DeepSpeed +\| +not installed \|", printed)
+        assert "| DeepSpeed | not installed |" in printed
         assert "pip install -r setup/requirements-profiling.txt" in printed
     mark, command, end = (tmp_path / "command.txt").read_text().splitlines()
     assert (mark, end) == (f"# {NAME}", "# exit status 0")

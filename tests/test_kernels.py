@@ -273,8 +273,8 @@ def test_operators_are_registered_as_pytorch_wants_them(label) -> None:
 
 
 @pytest.mark.parametrize("label", sorted(SMALL | {"linear-1x1x8x5"}))
-def test_forward_mode_differentiation_is_refused(label) -> None:
-    """Its tangents would be lost, without a word."""
+def test_forward_mode_and_second_derivatives_are_refused(label) -> None:
+    """They would be lost, without a word; also where the incoming gradient is a constant."""
     case = CASES[label]
     x, *rest = case.make()
 
@@ -289,30 +289,23 @@ def test_forward_mode_differentiation_is_refused(label) -> None:
             torch.func.jvp(function, (x,), (x,))
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match=case.op):
         first_output(torch.autograd.forward_ad.make_dual(x, x))
-    first_output(x)
-
-
-@pytest.mark.parametrize("label", sorted(SMALL | {"linear-1x1x8x5"}))
-def test_second_derivatives_are_refused(label) -> None:
-    """Also where the incoming gradient is a constant: they would be missing, without a word."""
-    case = CASES[label]
-    arguments = [x.requires_grad_() for x in case.make()]
+    arguments = [y.requires_grad_() for y in (x, *rest)]
     outputs = as_tuple(getattr(ops, case.op)(*arguments, **case.fixed))
     with pytest.raises(NotImplementedError, match="Backward: no second derivatives"):
-        torch.autograd.grad([x.sum() for x in outputs], arguments[0], create_graph=True)
+        torch.autograd.grad([y.sum() for y in outputs], arguments[0], create_graph=True)
 
 
 @pytest.fixture
 def model():
     module = versions.load("v3")
     torch.manual_seed(0)
-    sizes = {"vocab_size": 97, "hidden_dim": 64, "intermediate_dim": 96, "num_layers": 2}
+    sizes = {"vocab_size": 97, "hidden_dim": 64, "intermediate_dim": 96, "num_layers": 1}
     config = module.TinyLlamaConfig(**sizes, num_heads=2, num_kv_heads=1, max_seq_len=64)
     return module.TinyLlama(config).to(DEVICE)
 
 
 def loss_and_gradients(model, step=None) -> list[Tensor]:
-    tokens = torch.arange(2 * 33, device=DEVICE).view(2, 33) % 97
+    tokens = torch.arange(2 * 17, device=DEVICE).view(2, 17) % 97
     model.zero_grad(set_to_none=True)
     loss = (model if step is None else step)(tokens, tokens.roll(-1, dims=1))
     loss.backward()
@@ -332,8 +325,8 @@ def test_compiled_without_a_graph_break_or_checkpointed_it_computes_the_same(mod
 def test_the_flop_counter_sees_every_product(model) -> None:
     with FlopCounterMode(display=False) as counter:
         loss_and_gradients(model)
-    work = flops.step_flops(model.config, 2, 33)
-    attention = flops.attention_flops(model.config, 2, 33)
+    work = flops.step_flops(model.config, 2, 17)
+    attention = flops.attention_flops(model.config, 2, 17)
     # The backward pass of attention has seven products, of which the gradients need four.
     assert counter.get_total_flops() == pytest.approx(work.total + attention * 3 / 2)
 
@@ -360,17 +353,11 @@ def q(*shape: int, **options) -> Tensor:
 
 
 MISTAKES = [
-    (TypeError, "x is a list, not a tensor", lambda: ops.rms_norm([1.0], q(1), 1e-5)),
     (TypeError, "gate torch.float32, up torch.bfloat16",
      lambda: ops.swiglu(q(2, 4), q(2, 4, dtype=torch.bfloat16))),
-    (TypeError, "tokens are torch.float32 .* expected int64", lambda: ops.embedding(q(4, 5), q(3))),
-    (ValueError, r"gate is \(0, 4\), empty", lambda: ops.swiglu(q(0, 4), q(0, 4))),
-    (ValueError, "several devices: gate on .*, up on meta",
-     lambda: ops.swiglu(q(2, 4), torch.zeros(2, 4, device="meta"))),
     (ValueError, r"linear: weight is \(4, 5\), expected \(O, 4\)",
      lambda: ops.linear(q(2, 4), q(4, 5))),
     (ValueError, "wider than", lambda: ops.rms_norm(q(1, 65537), q(65537), 1e-5)),
-    (ValueError, "no two halves", lambda: ops.swiglu_fused(q(2, 5))),
     (ValueError, r"head size 48 is not one of \(32, 64, 128\)",
      lambda: ops.flash_attention(*3 * [q(1, 2, 3, 48)])),
     (ValueError, "3 query heads do not share 2 key/value heads",

@@ -17,13 +17,7 @@ from stored_runs import the_run
 from torch import Tensor, nn
 
 from labs import shared
-from labs.cifar10_roofline import (
-    checkpoints,
-    data,
-    documents,
-    measure_table,
-    step,
-)
+from labs.cifar10_roofline import data, documents, measure_table, step
 from labs.cifar10_roofline.data import Batches, Plan, crop
 from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
 from labs.cifar10_roofline.train import main
@@ -37,25 +31,6 @@ IMAGES = 10
 """In each of the six files."""
 
 
-class Block(nn.Module):
-    """torchvision's BasicBlock."""
-
-    def __init__(self, before: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(before, width, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.downsample = None
-        if stride > 1:
-            convolution = nn.Conv2d(before, width, 1, stride, bias=False)
-            self.downsample = nn.Sequential(convolution, nn.BatchNorm2d(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
-        return torch.relu(out + (self.downsample(x) if self.downsample else x))
-
-
 class Small(nn.Module):
     """In the place of a ResNet, with its names: milliseconds a step."""
 
@@ -63,10 +38,12 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        block = shared.import_torchvision().models.resnet.BasicBlock
         self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(8)
-        self.layer1 = nn.Sequential(Block(8, 8, 1))
-        self.layer2 = nn.Sequential(Block(8, 16, 2))
+        self.layer1 = nn.Sequential(block(8, 8))
+        halved = nn.Sequential(nn.Conv2d(8, 16, 1, 2, bias=False), nn.BatchNorm2d(16))
+        self.layer2 = nn.Sequential(block(8, 16, 2, halved))
         self.fc = nn.Linear(16, 10)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -108,9 +85,7 @@ def any_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
+def train(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
     """Runs the program on a small network and 50 images; its status and all that it printed."""
     monkeypatch.setattr(step, "build", lambda name: Small())
     monkeypatch.setattr("workshop.run.hardware.measure_matmul_tflops", lambda *_: 1.0)
@@ -154,31 +129,22 @@ def test_digits_have_cifars_layout_and_a_fixed_split() -> None:
     assert found.train.images.max() == 255
 
 
-@pytest.mark.parametrize("problem", [URLError("no network"), None])
-def test_digits_stand_in_loudly(
-    problem: Exception | None,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    train: Callable[..., tuple[int, str]],
-) -> None:
-    """Where CIFAR-10 can't be downloaded, or what lies in the folder has other checksums."""
+def test_digits_stand_in_loudly(monkeypatch, tmp_path, train) -> None:
+    """Where CIFAR-10 can't be downloaded."""
     other = data.cifar10(tmp_path / "data")
     values = other.train.images / 255
     mean, std = (float(values.mean()),) * 3, (float(values.std()),) * 3
     stand_in = data.Dataset("digits", other.train, other.test, mean, std, False)
     monkeypatch.setattr(data, "digits", lambda: stand_in)
 
-    def download(*_: object, md5: str, **__: object) -> None:
-        assert md5 == "c58f30108f718f92721af3b95e74349a"
-        if problem:
-            raise problem
+    def download(*_: object, **__: object) -> None:
+        raise URLError("no network")
 
     monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", download)
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5: False)
     status, printed = train("--epochs", "2")
     assert status == 0, printed
-    said = "no network" if problem else "not found or corrupted"
-    assert "WARNING" in printed and said in printed and "DIGITS" in printed
+    assert "WARNING" in printed and "no network" in printed and "DIGITS" in printed
     options = the_run(tmp_path / "results").options
     assert (options["dataset"], options["asked_for_dataset"]) == ("digits", "cifar10")
 
@@ -275,11 +241,6 @@ def updating(wrong: Callable[[Any], object]) -> Fault:
     return replacing(Training, "__init__", init)
 
 
-def first_pixels_again(self: Any, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    self.pixels = getattr(self, "pixels", images)
-    return self.pixels, labels
-
-
 def forgotten_momentum(self: Training, *batch: Tensor) -> Any:
     for own in self.optimizer.state.values():
         own["momentum_buffer"].zero_()
@@ -296,9 +257,9 @@ def every_second_update(self: Training, images: Tensor, labels: Tensor) -> Tenso
 def nothing_after_step_3(self: Any, images: Tensor, labels: Tensor) -> Tensor:
     if self.done < 3:
         self.last = true_step(self, images, labels)
-        return self.last  # type: ignore[no-any-return]
+        return self.last
     self.done += 1
-    return self.last * 0.9**self.done  # type: ignore[no-any-return]
+    return self.last * 0.9**self.done
 
 
 def other_settings(**wrong: Any) -> Fault:
@@ -338,8 +299,6 @@ def evaluating(wrong: Callable[[Training, Tensor], Tensor]) -> Fault:
 
 FAULTS: dict[str, Fault] = {
     "half the batch": stepping(lambda _, x, y: (x[: len(x) // 2], y[: len(y) // 2])),
-    "labels rolled": stepping(lambda _, x, y: (x, y.roll(1))),
-    "first pixels again": stepping(first_pixels_again),
     "forgotten momentum": stepping(forgotten_momentum),
     "every second update": replacing(Training, "step", every_second_update),
     "nothing after step 3": replacing(Training, "step", nothing_after_step_3),
@@ -347,21 +306,16 @@ FAULTS: dict[str, Fault] = {
     "one weight severed": updating(lambda t: t.model.bn1.bias.register_hook(torch.zeros_like)),
     "stale gradients": updating(lambda t: setattr(t.optimizer, "zero_grad", lambda **_: None)),
     "statistics at rest": updating(lambda t: setattr(t.model.bn1, "momentum", 0.0)),
-    "block left out": updating(lambda t: setattr(t.model, "layer1", nn.Identity())),
-    "no momentum": other_settings(momentum=0.0, nesterov=False),
     "no Nesterov": other_settings(nesterov=False),
     "no weight decay": other_settings(weight_decay=0.0),
     "wrong mean": normalised_with(mean=(0.485, 0.456, 0.406)),
-    "wrong deviation": normalised_with(std=(0.229, 0.224, 0.225)),
     "not cropped": replacing(Plan, "batch", not_cropped),
     "not mirrored": replacing(Plan, "batch", not_mirrored),
     "epochs alike": drawn_with(lambda seed, epoch: (seed, 0)),
     "batches known before go": drawn_with(lambda seed, epoch: (7, epoch)),
     "rate 5% high": replacing(Schedule, "at", lambda self, step: 1.05 * true_at(self, step)),
-    "rate never falls": replacing(Schedule, "at", lambda self, step: self.highest),
     "no label smoothing": replacing(Training, "loss", no_smoothing),
     "tested in training mode": evaluating(lambda self, images: self.logits(images)),
-    "tested on nine classes": evaluating(lambda self, images: true_evaluate(self, images)[:, :9]),
     "tested on one image": evaluating(
         lambda self, images: true_evaluate(self, images[:1]).expand(len(images), -1)
     ),
@@ -372,10 +326,7 @@ UNSEEN_IN_BF16 = ("no weight decay",)
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_a_training_that_does_other_work_is_red(
-    fault: str | None, precision: str, train: Callable[..., tuple[int, str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_a_training_that_does_other_work_is_red(fault, precision, train, monkeypatch) -> None:
     if fault in UNSEEN_IN_BF16 and precision == "bf16":
         pytest.skip("smaller than the roundings")
     if fault:
@@ -398,25 +349,22 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("flags", [(), ("--channels-last", "--precision", "bf16")])
-def test_a_resumed_training_is_the_uninterrupted_one(
-    train: Callable[..., tuple[int, str]], tmp_path: Path, flags: tuple[str, ...]
-) -> None:
+def test_a_resumed_training_is_the_uninterrupted_one(train, tmp_path, flags) -> None:
     status, printed = train("--save-every", "1", *flags)
     assert status == 0, printed
     middle = tmp_path / "out" / "resnet18_cifar10_epoch_2.pt"
     status, printed = train("--resume", middle, "--save-every", "1", *flags, out="resumed")
-    assert status == 0 and "goes on otherwise" not in printed, printed
+    assert status == 0 and "note: " not in printed, printed
     assert same(weights(tmp_path / "out"), weights(tmp_path / "resumed"))
     last = "resnet18_cifar10_epoch_4.pt"
     ends = [weights(tmp_path / folder, last) for folder in ("out", "resumed")]
-    moments = [end["training"]["optimizer"]["state"] for end in ends]  # type: ignore[index]
+    moments = [end["training"]["optimizer"]["state"] for end in ends]
     assert all(
         torch.equal(moments[0][i]["momentum_buffer"], moments[1][i]["momentum_buffer"])
         for i in moments[0]
     )
-    assert [line["loss"] for line in ends[0]["history"]] == [  # type: ignore[union-attr]
-        line["loss"]
-        for line in ends[1]["history"]  # type: ignore[union-attr]
+    assert [line["loss"] for line in ends[0]["history"]] == [
+        line["loss"] for line in ends[1]["history"]
     ]
 
 
@@ -430,26 +378,21 @@ class Malicious:
         return os.mkdir, (str(self.path),)
 
 
-def test_other_checkpoints_are_one_line(
-    train: Callable[..., tuple[int, str]], tmp_path: Path
-) -> None:
+def test_other_checkpoints_are_one_line(train, tmp_path) -> None:
     assert train("--epochs", "1", "--save-every", "1")[0] == 0
     good = tmp_path / "out" / "resnet18_cifar10_best.pt"
     short = tmp_path / "short.pt"
     short.write_bytes(good.read_bytes()[:-500])
     evil = tmp_path / "evil.pt"
-    torch.save({"format": checkpoints.FORMAT, "more": Malicious(tmp_path / "ran")}, evil)
+    torch.save({"format": step.FORMAT, "more": Malicious(tmp_path / "ran")}, evil)
     other = weights(tmp_path / "out", good.name)
-    other["training"]["model"]["conv1.weight"] = torch.zeros(2, 3)  # type: ignore[call-overload]
+    other["training"]["model"]["conv1.weight"] = torch.zeros(2, 3)
     torch.save(other, tmp_path / "other.pt")
     for flags, said in (
-        ((good, "--model", "resnet34"), "of --model resnet18, not resnet34"),
-        ((good, "--epochs", "1"), "leaves nothing to do"),
+        ((good, "--model", "resnet34"), "another model: resnet18 there, resnet34 here"),
         ((short,), "truncated"),
         ((evil,), "no checkpoint"),
-        ((tmp_path / "none.pt",), "can't be read"),
         ((tmp_path / "other.pt",), "not those of this network"),
-        ((tmp_path / "out" / "resnet18_cifar10_final_weights.pt",), "weights alone"),
     ):
         status, printed = train("--resume", *flags)
         assert status == 2 and said in printed and "Traceback" not in printed, printed
@@ -459,9 +402,7 @@ def test_other_checkpoints_are_one_line(
 # --- program -------------------------------------------------------------------------------------
 
 
-def test_a_training_leaves_its_weights_curves_and_result(
-    train: Callable[..., tuple[int, str]], tmp_path: Path
-) -> None:
+def test_a_training_leaves_its_weights_curves_and_result(train, tmp_path) -> None:
     status, printed = train("--data-on-gpu", "--amp")
     assert status == 0, printed
     assert printed.count("images/s") >= 4 and "--amp is without effect on the CPU" in printed
@@ -494,9 +435,7 @@ def test_a_training_leaves_its_weights_curves_and_result(
         "--profile-one-step --warmup-iters 5",
     ],
 )
-def test_fast_paths_train_the_same_on_a_gpu(
-    train: Callable[..., tuple[int, str]], flags: str
-) -> None:
+def test_fast_paths_train_the_same_on_a_gpu(train, flags) -> None:
     status, printed = train("--device", "cuda", *flags.split())
     assert status == 0, printed
 
@@ -507,7 +446,7 @@ def test_the_real_network_is_proven_on_a_gpu(flags: tuple[str, ...], tmp_path: P
     folders = ["--out-dir", str(tmp_path), "--output-dir", str(tmp_path)]
     few = ["--dataset", "digits", "--epochs", "2", "--batch-size", "32", "--lr", "0.02"]
     assert main([*few, *folders, *flags]) == 0
-    assert the_run(tmp_path).metrics["best_accuracy"] > 0.7  # type: ignore[operator]
+    assert the_run(tmp_path).metrics["best_accuracy"] > 0.7
 
 
 @pytest.mark.gpu
@@ -536,26 +475,16 @@ def test_a_first_step_that_overflows_changes_nothing(graph: bool) -> None:
     ("flags", "said"),
     [
         (("--batch-size", "51"), "has 50 images"),
-        (("--workers", "-1"), "between 0 and 64"),
-        (("--lr", "nan"), "--lr nan"),
-        (("--amp", "--precision", "bf16"), "--amp is --precision fp16"),
         (("--precision", "fp16"), "does not have it"),
-        (("--cuda-graph",), "needs a GPU"),
-        (("--workers", "2", "--data-on-gpu"), "the device prepares"),
         (("--profile-one-step", "--warmup-iters", "24"), "iteration 25"),
-        (("--profile-one-step", "--profile-iter", "5"), "never comes"),
     ],
 )
-def test_flags_that_can_not_be_are_one_line(
-    train: Callable[..., tuple[int, str]], flags: tuple[str, ...], said: str
-) -> None:
+def test_flags_that_can_not_be_are_one_line(train, flags, said) -> None:
     status, printed = train(*flags)
     assert status == 2 and said in printed and "Traceback" not in printed
 
 
-def test_one_step_is_marked_and_no_other(
-    train: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_step_is_marked_and_no_other(train, tmp_path, monkeypatch) -> None:
     from contextlib import contextmanager
 
     events: list[str] = []
@@ -587,9 +516,7 @@ def test_one_step_is_marked_and_no_other(
 
 
 @pytest.mark.slow
-def test_the_table_is_of_trainings_in_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_is_of_trainings_in_turns(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)  # the program needs no installation
     few = ["--models", "resnet18", "--batch-sizes", "4", "--repeats", "1", "--jobs", "2"]
     flags = "--dataset digits --epochs 1 --epoch-images 12 --device cpu --lr 0.003"

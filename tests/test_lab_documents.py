@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exercise_cases import FOLDERS
 from stored_runs import lab_run
 
 from labs.inference_benchmark import documents, request, single
 from labs.inference_benchmark.documents import CHECKLIST, README
-from workshop.errors import WorkshopError
 from workshop.labs import LabRun
 from workshop.results import Parity
 
@@ -99,15 +99,6 @@ def test_the_ladder_says_what_each_rung_gains() -> None:
     assert cells(table, "AOTInductor")[4] == "`B --ladder`"
 
 
-def test_a_comparison_is_quoted_in_the_table_of_techniques() -> None:
-    times = {"fp32": 10.0, "tf32": 8.0, "bf16": 4.0, "fp16": 5.0}
-    runs = session(documents.PRECISION[0], times)
-    found = documents_of(runs)[CHECKLIST]
-    half = cells(found["techniques"], "bf16 or fp16")[4]
-    assert re.match(r"bf16 2\.50x \[.*\]; fp16 2\.00x \[.*\], NVIDIA H200; `B --compare", half)
-    assert cells(found["wins"], "tf32")[4].startswith("1.25x [")
-
-
 def test_ours_is_compared_with_the_fastest_peer() -> None:
     runs = []
     times = {
@@ -142,22 +133,18 @@ def test_all_networks_are_one_table_of_pairs() -> None:
     assert "vgg11" not in text and "Not measured" not in text
 
 
-def test_the_newest_run_of_each_kind_of_the_operator_bench_is_quoted() -> None:
-    def bench(session_: str, number: int, gbs: float) -> list[LabRun]:
-        rate = {"bytes_per_step": gbs * 1e6, "ceiling_gbs": 5000.0, "metrics": {"cached": True}}
-        names = {"lab": documents.BENCH, "subject": f"{number} operators", "session": session_}
-        variants = ("add 64-1024", "mul 64-1024")[:number]
-        about = {"options": {"precision": "fp32"}, "baseline": "", "units_per_step": 1}
-        return [lab_run(variant, 1.0, **names, **rate, **about) for variant in variants]
-
-    runs = [*bench("1", 1, 1.0), *bench("2", 1, 4100.0), *bench("3", 2, 4100.0)]
-    text = documents_of(runs)[documents.OPERATORS]["operators"]
-    assert text.count(" 64-1024 | pass, cached | 4,100 GB/s | 82.0% |") == 3
-    assert re.findall("^### (.*)$", text, re.M) == [
-        f"TorchTensorOpsBench: {number} operators, fp32, NVIDIA H200" for number in (1, 2)
-    ]
-
-
-def test_a_technique_that_the_table_does_not_have_is_named() -> None:
-    with pytest.raises(WorkshopError, match=r"CHECKLIST.md: no technique 'graph' in its table"):
-        documents.techniques([], TABLE.replace("| graph |", "| graphs |"))
+@pytest.mark.parametrize(
+    "path",
+    [
+        CHECKLIST,
+        *(folder / "README.md" for name, folder in FOLDERS.items() if "inference_" in name),
+    ],
+    ids=lambda path: path.parent.name,
+)
+def test_the_benchmark_knows_the_flags_of_all_commands(path: Path) -> None:
+    text = re.sub(r"\n +", " ", path.read_text(encoding="utf-8"))
+    commands = re.findall(r"(?:micro_benchmarking_pytorch\.py|run_\w+\.sh --) ([^`\n]+)", text)
+    commands += [f"--network resnet50 {flags}" for flags in re.findall(r"`B ([^`]+)`", text)]
+    assert commands
+    for command in commands:
+        request.build_parser().parse_args(shlex.split(command))

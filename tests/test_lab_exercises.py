@@ -1,184 +1,256 @@
-"""The exercises of the labs: their empty answers, their solutions, and wrong answers."""
+"""The labs' exercises in code, and the runs that their sheets' commands make: a wrong correction is
+red where it shows, a right one is green."""
 
+import dataclasses
+import gzip
+import importlib.util
+import itertools
 import re
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from exercise_cases import FOLDERS, checked, loaded, only_fault, red, solution, unanswered
+import torch
+from exercise_cases import FOLDERS, changed, checked, loaded, red, shown, solution, unanswered
 
-from labs.inference_benchmark import request
+from labs.scale_out import request
 from workshop import records
-from workshop.exercises.frame import Work
 from workshop.labs import LabRun
-from workshop.versions import ROOT
 
-NAMES = sorted(name for name in FOLDERS if name.startswith("inference_"))
-WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("inference_1_baseline", {"weights_mb": 11.7}, "Four bytes for each weight"),
-    ("inference_1_baseline", {"batch_mb": 7.225}, "three batches, and one was asked for"),
-    ("inference_1_baseline", {"p50_ms": 0.0907}, "p50 in the line `Latency`"),
-    ("inference_1_baseline", {"images_per_s": 11.03}, "that is batches a second"),
-    ("inference_1_baseline", {"spread_percent": 1.2}, "Standard deviation"),
-    ("inference_1_baseline", {"mean_with_first_ms": 90.7}, "over their number"),
-    ("inference_1_baseline", {"runs_differ_percent": 109}, "less 1, in percent"),
-    ("inference_1_baseline", {"largest_part": "images"}, "weights 47 MB"),
-    ("inference_1_baseline", {"single_ms": 90.7}, "--batch-size 1"),
-    ("inference_1_baseline", {"large_over_single": 16}, "of the largest batch over"),
-    ("inference_1_baseline", {"per_gb_large": 0.221}, "per second per GB"),
-    ("inference_2_precision", {"weights_half_mb": 46.8}, "that is fp32, with four bytes"),
-    ("inference_2_precision", {"speedup": 0.5}, "Images a second of half"),
-    ("inference_2_precision", {"verdict": "faster"}, "not faster: half is"),
-    ("inference_2_precision", {"peak_less_percent": 52}, "1 - peak of half"),
-    ("inference_2_precision", {"error_ratio": 65536}, "`error` under `gate`"),
-    ("inference_2_precision", {"top1_percent": 87.5}, "`top1_agreement`"),
-    ("inference_2_precision", {"loss_percent": 0}, "the last entries of `losses`"),
-    ("inference_2_precision", {"zeros_loss": 6.89}, "natural logarithm"),
-    ("inference_2_precision", {"loss_is_proof": "yes"}, "looks at no image has 6.908"),
-    ("inference_2_precision", {"max_batch_fp32": 2496.5}, "a whole number of images"),
-    ("inference_2_precision", {"max_batch_half": 3904.5}, "a whole number of images"),
-    ("inference_2_precision", {"max_batch_half": 1408}, "in each other's place"),
-    ("inference_2_precision", {"max_batch_half": 999999}, "do not make it 401 times"),
-    ("inference_3_profiler", {"top_five": ["aten::conv2d"]}, "a list of 5 names"),
-    ("inference_3_profiler", {"conv_calls": 100}, "that is 5 iterations"),
-    ("inference_3_profiler", {"calls": 856}, "that is all iterations of the trace"),
-    ("inference_3_profiler", {"calls": 420}, "1.9% too low"),
-    ("inference_3_profiler", {"idle_percent": 50}, "0 without a GPU"),
-    ("inference_3_profiler", {"products_percent": 83.0}, "GEMM in the line"),
-    ("inference_3_profiler", {"norms_percent": 12.3}, "norm in the line"),
-    ("inference_3_profiler", {"products_twice_as_fast": 2}, "the rest of the time stays"),
-    ("inference_3_profiler", {"larger_gain": "rest"}, "against all of"),
-    ("inference_4_flops", {"gflop_batch": 14.5}, "those are MACs"),
-    ("inference_4_flops", {"gflop_an_image": 1.81}, "those are MACs"),
-    ("inference_4_flops", {"growth": 1}, "one over the other"),
-    ("inference_4_flops", {"rate_gflops": 17.8}, "with one image's operations"),
-    ("inference_4_flops", {"share_of_one_image_percent": 73.4}, "operations of one image"),
-    ("inference_4_flops", {"tflops": 0.779}, "32 images ran in that time"),
-    ("inference_4_flops", {"share_percent": 0.48}, "too small by the batch size"),
-    ("inference_4_flops", {"flop_per_byte": 2.0}, "operations of one image, bytes of 32"),
-    ("inference_4_flops", {"ridge": 0.04}, "163 TFLOP/s over 6 TB/s"),
-    ("inference_4_flops", {"bound": "memory"}, "64 FLOP a byte"),
-    ("inference_4_flops", {"conv": 2.0}, "Images in and out"),
-    ("inference_4_flops", {"linear": 142}, "read once for the whole batch"),
-    ("inference_4_flops", {"linear_batch": 32}, "solved for B"),
-    ("inference_4_flops", {"relu": "compute"}, "a number for each comparison"),
-    ("inference_5_gpus", {"efficiency_percent": 130.9}, "divide it by the number of processes"),
-    ("inference_5_gpus", {"most_percent": 100}, "the process with fewer images waits"),
-    ("inference_5_gpus", {"second_has": 3}, "together they have the whole batch"),
-    ("inference_5_gpus", {"exchanged_mb": 93.5}, "One for each weight"),
-    ("inference_5_gpus", {"exchange": "logits"}, "what must be equal are the weights"),
-    ("inference_5_gpus", {"with_batch": "grow"}, "depends on the network, not on the batch"),
-    ("inference_5_gpus", {"training_percent": 25}, "times too low"),
-    ("inference_6_compile", {"compile_s": 1}, "Compilation time"),
-    ("inference_6_compile", {"break_even_s": 0.001}, "plain network's time"),
-    ("inference_6_compile", {"speedup": 9}, "times too high"),
-    ("inference_6_compile", {"speedup_half": 9}, "likewise"),
-    ("inference_6_compile", {"fastest": "reduce-overhead"}, "the column of images/s"),
-    ("inference_6_compile", {"short_script": "yes"}, "until it is paid back"),
-    ("inference_6_compile", {"both": 0.1}, "over those of plain fp32"),
-    ("inference_7_kernels", {"launches": 856}, "it holds several iterations"),
-    ("inference_7_kernels", {"launches": 34}, "a row has many calls"),
-    ("inference_7_kernels", {"hottest": "aten::native_batch_norm"}, "number 3 by its total time"),
-    ("inference_7_kernels", {"hottest": "conv"}, "no row of the hot list"),
-    ("inference_7_kernels", {"five_percent": 81.8}, "The first five rows"),
-    ("inference_7_kernels", {"half_time": 1.61}, "fp32's over half precision's"),
-    ("inference_7_kernels", {"bound": "launches"}, "weighs them"),
-    ("inference_7_kernels", {"copies_percent": 0}, "by category"),
-)
+TRACE, EFFICIENCY, FAULTS = "pipeline_2_trace", "scale_1_efficiency", "scale_2_faults"
+FLOOR, PADDING = "text_1_floor", "text_2_padding"
+
+# --- corrected code ------------------------------------------------------------------------------
+
+FIRST = "positions = (mask.cumsum(1) - 1).clamp(min=0)"
+NEXT = "positions = positions[:, -1:] + 1"
+CHOICE = "        ids = output.logits[:, -1:].argmax(-1)  # (B, 1)\n        found.append(ids)\n"
+TOGETHER = "    ids, mask = padded(prompts, pad)\n"
+OTHERS = "other weights: prompts of"
+LLAMA, GPT2, INSIDE = f"llama, {OTHERS}", f"gpt2, {OTHERS}", "of the padding occurs"
+WORK, LIBRARY = "each token once", "correct your own"
+BATCHES = (LLAMA, GPT2, INSIDE)
+ONE_BY_ONE = "    if len(prompts) > 1:\n        return [generate(model, [one], new_tokens, pad)[0] "
+THE_LIBRARY = "    found = model.generate(ids, attention_mask=mask, do_sample=False, "
+EVEN, UNEVEN, THREE = ("2 processes, batches of 4", "2 processes, batches of 5", "3 processes, b")
+GROUPS = (EVEN, UNEVEN, THREE)
+WEIGHT = " * len(own_x) / len(x)  # its part of the mean"
+OWN = "x.tensor_split(size)[rank], y.tensor_split(size)[rank]"
+SHOWN = {PADDING: (*BATCHES, WORK, LIBRARY), FAULTS: GROUPS}
+"""Parts of the two checks, each of which a fault makes red or not."""
+WRONG: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
+    "all positions from the padding's start": (
+        PADDING, {FIRST: "positions = torch.arange(ids.shape[1]).expand_as(ids)"}, (GPT2,),
+    ),
+    "the longest prompt's positions for all": (
+        PADDING, {NEXT: "positions = torch.full_like(ids, int(positions.max()) + 1)"}, BATCHES,
+    ),
+    "one position too far": (
+        PADDING, {NEXT: "positions = mask.sum(1, keepdim=True)"}, BATCHES,
+    ),
+    "no mask": (PADDING, {"attention_mask=mask": "attention_mask=None"}, BATCHES),
+    "a mask of all tokens but one": (
+        PADDING, {FIRST: f"mask = (ids != pad).long()\n    {FIRST}"}, (INSIDE,),
+    ),
+    "padded on the right": (
+        PADDING,
+        {"start = longest - len(prompt)": "start = slice(len(prompt))", "ids[row, start:]":
+         "ids[row, start]", "mask[row, start:]": "mask[row, start]"}, BATCHES,
+    ),
+    "one by one": (PADDING, {TOGETHER: f"{ONE_BY_ONE}for one in prompts]\n{TOGETHER}"}, (WORK,)),
+    "all tokens anew": (
+        PADDING,
+        {CHOICE: "        cache = None\n        found.append(output.logits[:, -1:].argmax(-1))\n"
+         "        ids = torch.cat((ids, found[-1]), 1)\n",
+         NEXT: "positions = torch.cat((positions, positions[:, -1:] + 1), 1)"}, (WORK,),
+    ),
+    "the library's loop": (
+        PADDING,
+        {TOGETHER: f"{TOGETHER}{THE_LIBRARY}max_new_tokens=new_tokens)\n"
+         "    return found[:, ids.shape[1]:].tolist()\n"}, (LIBRARY,),
+    ),
+    "the mean of the means": (FAULTS, {WEIGHT: " / size"}, (UNEVEN, THREE)),
+    "a sum": (FAULTS, {WEIGHT: ""}, GROUPS),
+    "right gradients, and the mean of the losses": (
+        FAULTS, {"mean = loss.detach().clone()":
+                 "mean = loss.detach() * len(x) / len(own_x) / size"}, (UNEVEN, THREE),
+    ),
+    "each keeps the weights of its own lowest loss": (
+        FAULTS,
+        {"if losses[-1] < lowest": "if loss.item() < lowest", "lowest = losses[-1]":
+         "lowest = loss.item()", "            dist.barrier()": "            pass"}, GROUPS,
+    ),
+    "each computes whole batches": (FAULTS, {OWN: "x, y", WEIGHT: " / size"}, GROUPS),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_empty_answers_fail_and_the_solution_passes(name: str, tmp_path: Path) -> None:
-    unanswered(name, results=solution(name)["results"])
-    assert not red(checked(name, **solution(name)))
-    nothing_measured = checked(name, answers=solution(name)["answers"], results=tmp_path)
-    assert "labs/inference_benchmark/micro_benchmarking" in nothing_measured[0].why
-    assert not any(item.ok for item in nothing_measured) and len(nothing_measured) == 1
+def needs(name: str) -> None:
+    if name == PADDING:
+        pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def texts_alone_once() -> Iterator[None]:
+    """Each prompt's own text, with which all corrections are compared, is generated once."""
+    if not importlib.util.find_spec("transformers"):
+        yield
+        return
+    from labs.text_generation.exercises.text_2_padding import compare_texts
+
+    alone, known = compare_texts.alone, dict[tuple[float, ...], list[int]]()
+
+    def remembered(model: Any, prompt: list[int], new: int) -> list[int]:
+        weights = next(model.parameters()).flatten()[:9].tolist()
+        key = (*weights, new, *prompt)
+        if key not in known:
+            known[key] = alone(model, prompt, new)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare_texts, "alone", remembered)
+        yield
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that hangs is ended soon."""
+    monkeypatch.setattr(loaded(FAULTS).run_group, "HANGS_S", 1.0)
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "says"), WRONG, ids=[f"{n[10]}-{'-'.join(c)}" for n, c, _ in WRONG]
-)
-def test_a_wrong_answer_is_the_one_that_is_red(
-    name: str, changes: dict[str, Any], says: str, tmp_path: Path
-) -> None:
-    text = only_fault(name, tmp_path, changes, results=solution(name)["results"])
-    assert says.casefold() in text.casefold()
-
-
-@pytest.mark.parametrize(
-    ("places", "says"),
+    ("name", "expected", "never"),
     [
-        ([0, 1, 2, 3, 3], "one of them is there twice"),
-        ([0, 1, 2, 3, 9], "not among them: aten::"),
-        ([0, 1, 3, 2, 4], "the longest comes first"),
-        ([1, 0, 2, 3, 4], "the longest comes first"),
+        (PADDING, BATCHES, WORK),
+        (FAULTS, (f"{EVEN}: process 0 waits in all_reduce: starter.py",), UNEVEN),
     ],
 )
-def test_the_hottest_are_compared_by_name_and_order(
-    places: list[int], says: str, tmp_path: Path
-) -> None:
-    name = "inference_3_profiler"
-    kernels = loaded(name).measured(Work(FOLDERS[name], **solution(name))).table.kernels
-    answers = {"top_five": [kernels[place].name for place in places]}
-    assert says in only_fault(name, tmp_path, answers, results=solution(name)["results"])
+def test_the_untouched_code_is_red_and_the_solution_passes(name, expected, never, soon) -> None:
+    needs(name)
+    found = red(unanswered(name, mine=FOLDERS[name] / "starter.py"))
+    assert all(part in found for part in expected) and never not in found
+    assert not red(checked(name, **solution(name)))
 
 
-def test_later_exercises_leave_the_answers_of_earlier_ones_right(tmp_path: Path) -> None:
-    for year, name in enumerate(NAMES, start=2031):  # whatever was recorded again since
-        mine = solution(name)["results"]
-        shutil.copytree(mine, tmp_path, dirs_exist_ok=True)
-        for path in mine.rglob("runs/*.jsonl"):
-            text = path.read_text(encoding="utf-8").replace(
-                '"created": "2026', f'"created": "{year}'
-            )
-            (tmp_path / path.relative_to(mine)).write_text(text, encoding="utf-8")
-    for name in NAMES:
-        assert not red(checked(name, answers=solution(name)["answers"], results=tmp_path)), name
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_correction_is_red_where_it_shows(fault: str, tmp_path: Path) -> None:
+    name, changes, where = WRONG[fault]
+    needs(name)
+    mine = changed(name, tmp_path, changes)
+    found = red(checked(name, mine=mine, answers=solution(name)["answers"]))
+    for part in SHOWN[name]:
+        assert (part in found) == (part in where), found
 
 
-def is_training(run: LabRun) -> bool:
-    return run.options["mode"] == "training"
+@pytest.mark.parametrize(
+    "correction", ["positions = mask.sum(1, keepdim=True) - 1", f"{FIRST}[:, -1:]"]
+)
+def test_each_right_correction_is_green(correction: str, tmp_path: Path) -> None:
+    needs(PADDING)
+    mine = changed(PADDING, tmp_path, {NEXT: correction})
+    assert not red(checked(PADDING, mine=mine, answers=solution(PADDING)["answers"]))
 
 
-MISSING = [
-    ("inference_5_gpus", lambda run: False, "--batch-size 8"),
-    ("inference_5_gpus", lambda run: run.units_per_step == 8, "--batch-size 5"),
-    ("inference_5_gpus", lambda run: not is_training(run), "--mode training"),
-    ("inference_6_compile", lambda run: bool(run.baseline), "--compile"),
-    ("inference_6_compile", lambda run: not run.baseline, "--compare compile --precision fp32"),
-    ("inference_6_compile", lambda run: run.options["precision"] == "fp32", "--precision bf16"),
-    ("inference_7_kernels", lambda run: False, "--kineto"),
-    ("inference_7_kernels", lambda run: run.options["precision"] == "fp32", "--precision bf16"),
-]
+def test_the_given_program_shows_where_texts_begin_to_differ(capsys, monkeypatch) -> None:
+    needs(PADDING)
+    from labs.text_generation.exercises.text_2_padding import compare_texts
+
+    monkeypatch.setattr(compare_texts, "MINE", "starter.py")
+    for model in compare_texts.MODELS:
+        assert compare_texts.main(["--model", model]) == 0
+        *padded, longest = capsys.readouterr().out.splitlines()
+        assert longest == " 24 tokens,   0 of padding: the text is the same"
+        assert min(int(line.split("new token ")[1].split()[0]) for line in padded) == 2
 
 
-@pytest.mark.parametrize(("name", "kept", "command"), MISSING)
-def test_what_is_not_measured_is_named_with_its_command(
-    tmp_path: Path, name: str, kept: Any, command: str
-) -> None:
-    mine = tmp_path / "results"
-    shutil.copytree(solution(name)["results"], mine)
-    for path in mine.glob("*/runs/*.jsonl"):
+# --- measured runs -------------------------------------------------------------------------------
+
+
+def test_the_recorded_trace_shows_the_fault_and_nothing_of_its_machine() -> None:
+    path = FOLDERS[TRACE] / loaded(TRACE).TRACE
+    found, loop = loaded(TRACE).read(path), loaded(TRACE, "training_loop")
+    assert found.rounds == loop.BATCH and found.loading.batches == 3
+    assert found.waiting < 0.1 and found.between_ms / found.step_ms > 0.4
+    text = gzip.decompress(path.read_bytes()).decode()
+    assert not re.search(r"/(tmp|root|home|work|usr)/|\.py\b|host_?name", text, re.IGNORECASE)
+
+
+def test_the_loop_without_its_fault_trains_the_same() -> None:
+    loop = loaded(TRACE, "training_loop").Loop
+    pixels = torch.randint(0, 256, (64, 3, 16, 16), dtype=torch.uint8)
+    batch = pixels, torch.randint(0, 10, (64,))
+    slow, fixed = (loop(torch.device("cpu"), 16, fixed=fixed) for fixed in (False, True))
+    losses = [[one.step(*batch) for _ in range(5)] for one in (slow, fixed)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.parametrize(
+    ("slowed", "factors", "ok", "says"),
+    [
+        ("1 process, 1 sequence", (2.0,), False, "an efficiency is above 100%"),
+        ("2 processes, 8", (2.0,), False, "8 parts are less efficient than one"),
+        ("1 process, 1 sequence", (1.0, 1.5), True, "if other programs ran, repeat it"),
+        ("1 process, 8", (1.0,), True, "the runs were not disturbed"),
+    ],
+)
+def test_runs_that_were_disturbed_are_to_be_repeated(slowed, factors, ok, says, tmp_path) -> None:
+    mine = Path(shutil.copytree(solution(EFFICIENCY)["results"], tmp_path / "mine"))
+    for path in mine.rglob("runs/*.jsonl"):
         comparison = records.load(path)
-        comparison.runs = [run for run in comparison.runs if kept(run)]
+        for run in comparison.runs:
+            if slowed in run.variant:
+                pairs = zip(run.step_ms, itertools.cycle(factors), strict=False)
+                run.step_ms = [ms * factor for ms, factor in pairs]
         comparison.write(path)
-    assert command in red(checked(name, answers=solution(name)["answers"], results=mine))
+    found = checked(EFFICIENCY, answers=solution(EFFICIENCY)["answers"], results=mine)
+    assert found[0].ok == ok and says in shown(found[:1])
 
 
-DOCUMENTS = [
-    *(FOLDERS[name] / "README.md" for name in NAMES),
-    ROOT / "labs" / "inference_benchmark" / "CHECKLIST.md",
-]
+def test_train_and_the_sheet_know_the_commands_of_the_check() -> None:
+    check, sheet = loaded(EFFICIENCY), (FOLDERS[EFFICIENCY] / "README.md").read_text("utf-8")
+    words = re.sub(r"\s*\\\n\s*", " ", sheet)
+    for processes, parts in ((1, 1), (2, 1), (1, 8), (2, 8)):
+        command = check._command(processes, parts)
+        assert command in words
+        arguments = request.build_parser().parse_args(command.partition("train.py ")[2].split())
+        assert (arguments.accumulate, arguments.batch_size) == (parts, processes * parts)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.parent.name)
-def test_the_benchmark_knows_the_flags_of_all_commands(path: Path) -> None:
-    text = re.sub(r"\n +", " ", path.read_text(encoding="utf-8"))
-    commands = re.findall(r"(?:micro_benchmarking_pytorch\.py|run_\w+\.sh --) ([^`\n]+)", text)
-    commands += [f"--network resnet50 {flags}" for flags in re.findall(r"`B ([^`]+)`", text)]
-    assert commands
-    for command in commands:
-        request.build_parser().parse_args(shlex.split(command))
+def test_the_sheets_commands_make_the_runs_that_the_check_takes(tmp_path, monkeypatch) -> None:
+    needs(PADDING)
+    from labs.text_generation import lm_gen
+    from labs.text_generation.exercises.text_1_floor import make_models
+
+    check, threads = loaded(FLOOR), torch.get_num_threads()
+    small = {"wide": (32, 64, 2, 4, 8), "deep": (16, 32, 3, 4, 8), "long": (32, 32, 2, 4, 40)}
+    for module, name, value in (
+        (make_models, "SIZES", small), (check, "SIZES", small),
+        (make_models, "FOLDER", tmp_path / check.FLOOR),
+        (make_models.hardware, "measure_copy_gbs", lambda device: 10.0),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.chdir(tmp_path)
+    assert make_models.main([]) == 0
+    torch.set_num_threads(1)
+    try:
+        for run in check.RUNS:
+            (item,) = checked(FLOOR, answers=solution(FLOOR)["answers"], results=Path("results"))
+            assert f"`{run}`" in item.what
+            words = shlex.split(check.command(run))[2:]
+            assert lm_gen.main([*words, "--output-dir", f"results/{check.LAB}"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    runs = records.load_folder(Path("results"), LabRun)
+    record = next(run for run in runs if run.subject.startswith("deep"))
+    deep = records.path_in(Path("results", check.LAB), record.session)
+    older = dataclasses.replace(record, created="2000-01-01", step_ms=[1e3])
+    records.save(older, deep.with_name("older.jsonl"))
+    m = check.measured(check.Work(FOLDERS[FLOOR], results=Path("results")))
+    assert m.runs["deep"].created == record.created
+    for model, (width, ffn, layers, _, prompt) in small.items():
+        weights = layers * (4 * width**2 + 3 * width * ffn + 2 * width) + 257 * width
+        cache = 2 * layers * width * (prompt + make_models.NEW / 2)
+        assert m.mb(model) == pytest.approx(4e-6 * (weights + cache))

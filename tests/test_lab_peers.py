@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 from labs.inference_benchmark import measure, modes, networks, own_runs, request, single
 from labs.inference_benchmark.micro_benchmarking_pytorch import main
 from labs.inference_benchmark.modes import Setting, Variant
-from workshop.errors import WorkshopError
 
 CPU = torch.device("cpu")
 needs_timm = pytest.mark.skipif(not importlib.util.find_spec("timm"), reason="timm is missing")
@@ -53,16 +51,6 @@ def test_a_peer_that_computes_something_else_is_red(monkeypatch: pytest.MonkeyPa
     assert infer(bench(Variant(peer="timm")), 2).gate.status == "fail"
 
 
-@needs_timm
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("alexnet", "no network alexnet"), ("efficientnet_b0", "other names or shapes")],
-)
-def test_a_network_that_timm_has_otherwise_is_one_line(name: str, message: str) -> None:
-    with pytest.raises(WorkshopError, match=message):
-        networks.timm_network(name, nn.Linear(1, 1))
-
-
 @pytest.mark.parametrize("peer", ("", *request.PEERS))
 def test_only_our_own_compiled_networks_have_frozen_weights(peer: str) -> None:
     variant = Variant(compile={}, peer=peer)
@@ -70,9 +58,7 @@ def test_only_our_own_compiled_networks_have_frozen_weights(peer: str) -> None:
     assert torch._inductor.config.freezing is (not peer)
 
 
-def test_without_timm_its_row_is_not_on_this_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_timm_its_row_is_not_on_this_machine(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
     flags = ["--network", "resnet18", "--device", "cpu", "--output-dir", str(tmp_path)]
     assert main([*flags, "--peer", "timm"]) == 77

@@ -146,14 +146,10 @@ def test_what_the_job_starts(tmp_path: Path) -> None:
     [
         ("RUN+=(apptainer", "apptainer",
          f"exec --nv --bind {ROOT} IMAGE.sif recorder -m torch.distributed.run --nnodes=1"),
-        ("RUN+=(--container-image", "srun_options",
-         f"--container-mounts={ROOT}:{ROOT}\n--container-workdir={FOLDER}\n"),
         ("export NCCL_SOCKET_IFNAME", "environment", "GLOO_SOCKET_IFNAME=ib0\n"),
     ],
 )  # fmt: skip
-def test_a_line_that_is_meant_to_be_uncommented(
-    line: str, seen_by: str, words: str, tmp_path: Path
-) -> None:
+def test_a_line_that_is_meant_to_be_uncommented(line, seen_by, words, tmp_path) -> None:
     job = Job(tmp_path, nodes=1, gpus=1, python="recorder")
     before, job.text = job.text, job.text.replace(f"# {line}", line)
     assert job.text != before and job.run()[0] == 0

@@ -177,9 +177,7 @@ def test_a_stream_prints_the_text_as_it_comes(typed, capsys: pytest.CaptureFixtu
     assert lines("out.jsonl")[0]["text"] in capsys.readouterr().out
 
 
-def test_what_is_interrupted_leaves_what_was_done(
-    typed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_interrupted_leaves_what_was_done(typed, monkeypatch, capsys) -> None:
     generate, calls = HuggingFace.generate, []
 
     def interrupted(*arguments: Any, **more: Any) -> Answer:
@@ -293,22 +291,16 @@ def measured_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return measure_engines.make_model(tmp_path_factory.mktemp("measured"), CPU, 64, sizes)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("engine", "fault"),
+    ("engine", "fault", "dtype"),
     [
-        *(("fast", fault) for fault in (None, *FAULTS, *PARTS)),
-        *((engine, fault) for engine in ("static", "hf") for fault in (None, *list(FAULTS)[:2])),
+        *(("fast", fault, "fp32") for fault in (None, *FAULTS, *PARTS)),
+        *(("fast", fault, "bf16") for fault in (None, *PARTS)),
+        *((engine, fault, "fp32") for engine in ("static", "hf") for fault in (None, "no mask")),
     ],
 )
 def test_drawn_prompts_show_what_an_engine_does_wrong(
-    engine: str,
-    fault: str | None,
-    dtype: str,
-    typed: Callable[..., int],
-    measured_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    engine, fault, dtype, typed, measured_model, monkeypatch, capsys
 ) -> None:
     owner: Any = fast.FastLlama if engine == "fast" else HuggingFace
     true = owner.generate
@@ -353,9 +345,7 @@ def test_what_is_read_for_a_token(saved) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
-def test_the_operations_of_the_prompts_pass_are_those_that_pytorch_counts(
-    family: str, saved
-) -> None:
+def test_the_operations_of_the_prompts_pass_are_those_that_pytorch_counts(family, saved) -> None:
     """But for the causal half of attention, which it counts in full."""
     loaded, _ = load(saved(family))
     model: Any = loaded.model
@@ -453,33 +443,14 @@ def without_weight(folder: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
-def of_another_model(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
-
-
 LONG = str(language_models.POSITIONS)
 TWO = {"WORLD_SIZE": "2"}
 WRONG: list[tuple[str, str, dict[str, str]]] = [
-    ("--model_path nowhere", "nowhere is no model: it has no config.json", {}),
-    ("--input_file empty.txt", "empty.txt has no prompt", {}),
-    ("--input_file no.txt", "no.txt: No such file", {}),
     ("--input_file binary", "binary is not UTF-8 text", {}),
     (f"--num_tokens {LONG}", f"prompt 1 has 24 tokens, and --num_tokens {LONG} follow", {}),
-    ("--temperature nan", "--temperature nan", {}),
     ("--input_file binary --output_file binary", "binary has the prompts", {}),
-    ("--output_file empty.txt/below/out", "can't be written", {}),
-    ("--device_map nowhere", "--device_map nowhere", {}),
-    ("--dtype fp16", "fp16", {}),
-    ("--stream --batch_size 2", "--stream", {}),
     ("--engine fast --device_map auto", "--device_map", {}),
-    ("--engine vllm --load_in_8bit", "--load_in_8bit", {}),
-    ("--no-compile", "--compile is of --engine static", {}),
-    ("--tensor_parallel", "torchrun", {}),
-    ("three more words", "MODEL INPUT OUTPUT", {}),
     ("", "2 processes would all do the same", TWO),
-    ("--tensor_parallel --engine fast", "--engine hf or static", TWO),
-    ("--tensor_parallel --device_map auto", "--device_map", TWO),
     ("--tensor_parallel --model_path GPT2", "no plan of columns", TWO),
     ("--tensor_parallel", "llama has 2 heads of keys, which 3 processes", {"WORLD_SIZE": "3"}),
 ]
@@ -493,9 +464,6 @@ MISSING = {
 DAMAGED: list[tuple[Callable[[Path], Any], str]] = [
     (lambda folder: second_shard(folder).write_text("version https://git-lfs"), "git lfs pull"),
     (without_weight, "1 weights are missing or have another shape"),
-    (of_another_model, "6 weights are missing or have another shape than config.json says"),
-    (lambda folder: [p.unlink() for p in folder.glob("tokenizer*")], "can't be loaded"),
-    (lambda folder: (folder / "config.json").write_text('{"model_type": "vit"}'), "can't be"),
 ]
 
 
@@ -516,7 +484,7 @@ def refuses(typed, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[...,
 
 @pytest.mark.parametrize(("flags", "message", "environment"), WRONG)
 def test_what_is_wrong_is_said_in_a_line(
-    flags: str, message: str, environment: dict[str, str], refuses, saved, monkeypatch
+    flags, message, environment, refuses, saved, monkeypatch
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -525,18 +493,14 @@ def test_what_is_wrong_is_said_in_a_line(
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGED)
-def test_a_damaged_model_is_refused(
-    damage: Callable[[Path], Any], message: str, saved, refuses, tmp_path: Path
-) -> None:
+def test_a_damaged_model_is_refused(damage, message, saved, refuses, tmp_path) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(saved("llama"), folder)
     damage(folder)
     refuses(["--model_path", str(folder)], 2, message)
 
 
-def test_what_this_machine_has_not_is_said_in_a_line(
-    refuses, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_this_machine_has_not_is_said_in_a_line(refuses, monkeypatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name, *_: None if name in MISSING else find(name)
@@ -544,25 +508,6 @@ def test_what_this_machine_has_not_is_said_in_a_line(
     for name, flags in MISSING.items():
         refuses(flags.split(), 77, f"{name} ")
     refuses([], 77, "deepspeed is missing", main=lambda argv: lm_gen_ds.main(argv, "deepspeed"))
-
-
-def test_deepspeed_rounds_no_positions(typed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As DeepSpeed 0.19.8 does: all of the model becomes bf16, the rotary frequencies too."""
-    made = []
-
-    def init_inference(
-        model: Any, dtype: torch.dtype, *, replace_with_kernel_inject: bool, **_: object
-    ) -> SimpleNamespace:
-        assert replace_with_kernel_inject
-        made.append(model.to(dtype))
-        return SimpleNamespace(module=model)
-
-    deepspeed: Any = ModuleType("deepspeed")
-    deepspeed.init_inference, deepspeed.__version__ = init_inference, "0.19.8"
-    deepspeed.__spec__ = SimpleNamespace()
-    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
-    assert typed("--engine", "deepspeed", "--kernel_inject", "--dtype", "bf16") == 0
-    assert [model.model.rotary_emb.inv_freq.dtype for model in made] == [torch.float32]
 
 
 # --- the engines beside each other ---------------------------------------------------------------
@@ -576,9 +521,7 @@ def test_the_measured_model_says_one_token_after_another(tmp_path: Path) -> None
     assert all(len(set(row)) > 16 for row in rows)
 
 
-def test_a_study_draws_prompts_and_wants_a_time_for_each_token(
-    measured_model: Path, tmp_path: Path
-) -> None:
+def test_a_study_draws_prompts_and_wants_a_time_for_each_token(measured_model, tmp_path) -> None:
     study = measure_engines.Study(CPU, "s", tmp_path, measured_model, 10.0)
     plans = [measure_engines.plan(study, (2, 8, 4), ("fast", 1)) for _ in range(2)]
     drawn = [plan.check.draw()[0] for plan in plans if plan.check]
@@ -606,9 +549,7 @@ def test_what_compiles_prepares_alone_and_what_failed_is_not_tried_again(monkeyp
 
 
 @pytest.mark.slow
-def test_engines_are_measured_in_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_engines_are_measured_in_turns(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)  # the program needs no installation
     flags = "--engines fast vllm --batch-sizes 2 --prompt-tokens 8 --num-tokens 4 --repeats 2"
     words = [*flags.split(), "--long-prompt-tokens", "40", "--jobs", "2", "--device", "cpu"]

@@ -134,21 +134,18 @@ def test_the_table_has_each_number_once_and_all_forms() -> None:
     assert table.notes[-1] == "peak: 60 TFLOP/s (data sheet)"
     report = lab_table.of_labs([rows])
     assert report.items[1]["speedup_ci"][0] < 2 < report.items[1]["speedup_ci"][1]
-    assert len(report.as_csv().splitlines()) == 5 and json.dumps(report.as_json())
+    assert json.dumps(report.as_json())
     assert "| fp16, wrong | FAIL | - |" in tables.markdown([table])
 
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
-    ({"step_ms": []}, "step_ms is empty in a complete run"),
     ({"gate": {"status": "fail"}}, "field gate: failures is empty, though the check failed"),
     ({"more": 1}, "field more is unknown"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), BROKEN)
-def test_a_broken_file_is_named_with_its_field(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_a_broken_file_is_named_with_its_field(tmp_path, changes, message) -> None:
     good, path = write_lab(tmp_path, lab_run(), lab_run(session="2"))
     head, line = path.read_text().splitlines()
     path.write_text(f"{head}\n{json.dumps(json.loads(line) | changes)}\n")

@@ -2,10 +2,10 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch_tensor_ops_bench
 
 from analysis_tools import compare_versions, roofline_analysis
 from labs.cifar10_roofline import measure_table
@@ -16,10 +16,6 @@ from workshop.arguments import parser_of
 from workshop.kernels import benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "labs/inference_benchmark/TorchTensorOpsBench"))
-
-import torch_tensor_ops_bench  # noqa: E402
-
 SCRIPT = ROOT / "results" / "reference" / "measure.sh"
 PARSERS = {
     "compare_versions.py": lambda: parser_of(compare_versions.Options),
@@ -111,15 +107,8 @@ def test_a_study_that_fails_is_reported_and_the_next_is_measured(measure) -> Non
     assert "failed with status 1: " in done.stderr and "seq-len 128 ... 8192" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "changes", "status", "message"),
-    [
-        (("out",), {"PYTHON": "no_python"}, 2, "no no_python here: set PYTHON to one that has"),
-        (("out", "ladders"), {}, 2, "unknown study 'ladders': choose from large ladder"),
-        (("python/in",), {}, 2, "python/in: no folder can be made there"),
-    ],
-)
-def test_wrong_usage_is_one_line(words, changes, status, message, measure, tmp_path) -> None:
-    done, typed = measure(*words, **changes)
-    assert done.returncode == status and not typed and not (tmp_path / "out").exists()
+def test_wrong_usage_is_one_line(measure, tmp_path) -> None:
+    done, typed = measure("out", "ladders")
+    message = "unknown study 'ladders': choose from large ladder"
+    assert done.returncode == 2 and not typed and not (tmp_path / "out").exists()
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1

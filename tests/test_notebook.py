@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import HANGS_S
 
-from labs.data_pipeline import profiling, rungs
+from labs.data_pipeline import measure_rung, rungs
 from workshop import labs, records
 from workshop.classroom import notebook
 from workshop.errors import WorkshopError
@@ -142,7 +142,7 @@ IMAGES, BATCH_SIZE, ITERATIONS, RESNET_IMAGES, OPEN_MS = 320, 16, 4, 256, 5.0
     for name in ("one_worker", "ladder"):
         [session] = (tmp_path / name / "profiles").iterdir()
         for profile in session.iterdir():
-            assert f"{profile.name}: {profiling.advice(profile)}" in text
+            assert f"{profile.name}: {measure_rung.advice(profile)}" in text
     runs = records.load_folder(tmp_path / "ladder", LabRun)
     measured = {row.first.variant: row for group in labs.newest(runs) for row in group}
     assert measured.keys() >= {"1-worker", *of_rungs}
@@ -150,16 +150,6 @@ IMAGES, BATCH_SIZE, ITERATIONS, RESNET_IMAGES, OPEN_MS = 320, 16, 4, 256, 5.0
     on_gpu = torch.cuda.is_available()
     assert ("No GPU here" in text) != on_gpu
     assert text.count("data:image/png") == 2 + on_gpu
-
-
-def test_a_change_is_a_diff_of_the_versions_own_lines() -> None:
-    shown = notebook.changes("RMSNorm", "v1", "v2").html
-    assert "RMSNorm, from v1 to v2" in shown
-    assert "+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)" in shown
-    assert "--- " not in shown
-    assert "no change" in notebook.changes("rope_tables", "v1", "v2").html
-    with pytest.raises(WorkshopError, match=r"tiny_llama_v1.py defines no Fusions"):
-        notebook.changes("Fusions", "v1", "v2")
 
 
 def test_what_is_shown_is_escaped(tmp_path) -> None:

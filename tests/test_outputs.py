@@ -15,13 +15,12 @@ from workshop import records
 from workshop.results import RunResult
 from workshop.versions import ROOT
 
-PROFILES = ROOT / "results" / "reference" / "cpu_amd_epyc" / "profiles"
-OLD, NEW = (PROFILES / key / "pytorch_profiler" for key in ("v1", "v2"))
+PROFILE = ROOT / "results/reference/cpu_amd_epyc/profiles/v1/pytorch_profiler"
 
 
 def commands(here: Path) -> dict[str, list[str | Path]]:
     """The command of each tool, which writes to `here/out`."""
-    tools, profilers = ROOT / "analysis_tools", ("-m", "workshop.profilers")
+    tools = ROOT / "analysis_tools"
     out = ("--output-dir", here / "out")
     numbers = (ROOT / "tests/fixtures/profilers/ncu/ncu_raw_h200.csv", "--peak-compute", "1")
     judged = ("--from-results", here / "in", "--baseline", here / "baseline.jsonl")
@@ -33,17 +32,13 @@ def commands(here: Path) -> dict[str, list[str | Path]]:
             *("--markdown", here / "out" / "check.md"),
         ],
         "report": [tools / "report_generator.py", "--results", here / "in", *out],
-        "show": [*profilers, "show", OLD, *out],
-        "diff": [*profilers, "diff", OLD, NEW, *out],
-        "advise": [*profilers, "advise", OLD, *out],
+        "advise": ["-m", "workshop.profilers", "advise", PROFILE, *out],
     }
 
 
-TOOLS = list(commands(ROOT))
 FAST = ("comparison", "advise")
 pytestmark = pytest.mark.parametrize(
-    "tool",
-    [tool if tool in FAST else pytest.param(tool, marks=pytest.mark.slow) for tool in TOOLS],
+    "tool", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in commands(ROOT)]
 )
 
 

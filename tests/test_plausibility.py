@@ -101,20 +101,9 @@ def test_the_command_line(type_command) -> None:
 WRITTEN = {"name": "x", "model": vars(SMALL), "batch_size": 8, "seq_len": 128}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[]", "expected a list of claims"),
-        (json.dumps([WRITTEN, WRITTEN | {"step_ms": "3"}]), "claim 2: field step_ms: expected"),
-        (json.dumps([{"name": "x"}]), "claim 1: object missing required field `model`"),
-    ],
-    ids=range(3),
-)
-def test_a_file_that_holds_no_claims_is_named_in_a_line(text, message, tmp_path, capsys) -> None:
+def test_a_file_that_holds_no_claims_is_named_in_a_line(tmp_path, capsys) -> None:
     path = tmp_path / "claims.json"
-    path.write_text(text)
+    path.write_text(json.dumps([WRITTEN, WRITTEN | {"step_ms": "3"}]))
     assert plausibility.main([str(path)]) == 2
     stderr = capsys.readouterr().err
-    assert f"error: {path}: " in stderr
-    assert message in stderr
-    assert stderr.count("\n") == 1
+    assert f"error: {path}: claim 2: field step_ms: expected" in stderr and stderr.count("\n") == 1

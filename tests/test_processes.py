@@ -44,16 +44,6 @@ folder.mkdir(parents=True)
 (here / "child.py").rename(folder / frame.CHECK)
 runner.run(folder, limit_s=1e6)
 """,
-    "the stages of performance_debugging": """
-sys.path.insert(0, "version3_triton/exercises/performance_debugging")
-import run_all_stages
-run_all_stages.run(here / "child.py", "cpu", here)
-""",
-    "the check of a machine": """
-from workshop.classroom import check_machine
-check_machine._SECONDS = 1e6
-check_machine._run([sys.executable, str(here / "child.py")])
-""",
 }
 BEGINNING = """
 import sys

@@ -25,7 +25,7 @@ from test_compare import needs_triton
 from workshop import records, versions
 from workshop.errors import NotOnThisMachine, OutOfMemory, WorkshopError
 from workshop.gate import canonical
-from workshop.profilers import profile_run
+from workshop.profilers import profile_run, runner_files
 from workshop.request import Request, load_data
 from workshop.run import markers, trainer
 from workshop.run.precision import get_precision
@@ -244,16 +244,16 @@ def test_a_folder_is_replaced_only_if_a_script_filled_it(tmp_path: Path) -> None
     for folder in (mine, foreign):
         folder.mkdir()
         (folder / "old.txt").write_text("old")
-    (mine / profile_run.COMMAND_FILE).write_text("# run_pytorch_profiler.py\n")
+    (mine / runner_files.COMMAND_FILE).write_text("# run_pytorch_profiler.py\n")
     (mine / "trace").mkdir()
-    (foreign / profile_run.COMMAND_FILE).write_text("sbatch my_job.sh\n")
+    (foreign / runner_files.COMMAND_FILE).write_text("sbatch my_job.sh\n")
     with pytest.raises(WorkshopError, match="--text-file absent"):
         request = make_request("v1", "--text-file", "absent")
         arguments = Namespace(output_dir=mine, command="x", dry_run=False)
         profile_run.run(profile_run.plan_of(request), arguments, run_into)
     assert len(list(mine.iterdir())) == 3
     assert run_into(mine) == 0
-    assert [path.name for path in mine.iterdir()] == [profile_run.COMMAND_FILE]
+    assert [path.name for path in mine.iterdir()] == [runner_files.COMMAND_FILE]
     with pytest.raises(WorkshopError, match="not empty"):
         run_into(foreign)
     assert (foreign / "old.txt").read_text() == "old"
@@ -266,7 +266,7 @@ def test_a_folder_is_replaced_only_if_a_script_filled_it(tmp_path: Path) -> None
 def test_the_folder_has_the_exit_status(
     error: type[Exception], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    commands = tmp_path / "out" / profile_run.COMMAND_FILE
+    commands = tmp_path / "out" / runner_files.COMMAND_FILE
     typed = "# run_x.py\npython ./run_x.py --steps 2\n"
 
     def fail(data: object) -> int:

@@ -1,7 +1,6 @@
 """The advisor: what bounds tables like those of the versions, each finding on both sides of its
 threshold, and no figure in a sentence that the table does not give."""
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,18 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_results import make_result
 from torch.profiler import profile as torch_profile
 from torch.profiler import record_function
 
 from workshop.profilers import advisor, kineto
 from workshop.profilers.advisor import NOTE, WARNING, Advice, advise, headline
-from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.load import load, recorded_run
-from workshop.profilers.table import HostCall, Kernel, KernelTable, Loading, Timeline
-from workshop.results import Gradients, RunResult
+from workshop.profilers.table import HostCall, Kernel, KernelTable, Timeline
+from workshop.results import Gradients
 from workshop.run import flops
 from workshop.run.presets import PRESETS
 
@@ -471,73 +467,3 @@ def test_a_backward_pass_that_is_cut_is_seen_in_the_trace(
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     found = advise(kineto.read(tmp_path / "trace.json"))
     assert [a.finding for a in found if a.severity == WARNING] == ["short-backward"] * severed
-
-
-times = st.one_of(st.floats(0, 1e3), st.floats(1e3, 1e15))
-amounts = st.one_of(st.none(), st.just(0.0), st.floats(1.0, 1e18))
-kernel_names = st.sampled_from(
-    ["x", "\x1b[31m[red]", FUSED, SOFTMAX.name, HOST_COPY.name, CAST.name, "sgemm"]
-    + [FOREACH.format(i) for i in range(4)]
-)
-
-
-@st.composite
-def loadings(draw: st.DrawFn) -> Loading:
-    span = draw(st.floats(1e-3, 1e15))
-    wait = span * draw(st.floats(1e-3, 1))
-    idle = draw(st.none() | st.floats(0, 1).map(lambda share: share * wait))
-    return Loading(span, wait, draw(st.integers(1, 10**6)), draw(st.booleans()), idle)
-
-
-@st.composite
-def tables(draw: st.DrawFn) -> KernelTable:
-    kernels = [
-        Kernel(name, *draw(st.tuples(st.sampled_from(CATEGORIES), st.integers(1, 10**9), times)))
-        for name in draw(st.lists(kernel_names, unique=True))
-    ]
-    for one in kernels:
-        one.bytes, one.flops = draw(amounts), draw(amounts)
-    calls = st.sampled_from(
-        "cudaLaunchKernel hipGraphLaunch hipMemcpy cudaEventSynchronize".split()
-    )
-    span = draw(times)
-    return KernelTable(
-        Path("trace.json"),
-        draw(st.sampled_from(["ncu", "torch.profiler", "rocprofv3"])),
-        kernels,
-        what=draw(st.sampled_from(["kernel", "operator"])),
-        device=draw(st.sampled_from([None, "NVIDIA H200", "\x1b[31m"])),
-        timeline=draw(st.sampled_from([None, Timeline(span, span * draw(st.floats(0, 1)))])),
-        steps=draw(st.one_of(st.none(), st.integers(1, 10**6))),
-        phases_ns=draw(st.dictionaries(st.sampled_from(["forward", "backward", "x"]), times)),
-        host_calls=draw(
-            st.dictionaries(calls, st.builds(HostCall, st.integers(1, 10**9), times), max_size=4)
-        ),
-        loading=draw(st.none() | loadings()),
-    )
-
-
-RUNS: list[RunResult | None] = [
-    None,
-    record("v1"),
-    record("v4", "small", "fp32"),
-    record("v2", gradients=None, device={"type": "cuda", "name": None}),
-    record("v3", gradients=Gradients(38, 1, 100, 1), device={"type": "cpu", "name": "CPU"}),
-]
-
-
-@settings(max_examples=200)
-@given(profile=tables(), run=st.sampled_from(RUNS))
-def test_any_table_gives_sentences_of_finite_figures(profile, run) -> None:
-    found = advise(profile, run)
-    assert found
-    for advice in found:
-        assert advice.sentence[-1] == "." and advice.treatment[-1] == "."
-        for text in (advice.sentence, advice.treatment):
-            assert text.isprintable()
-            assert not re.search(r"\b(?:nan|inf|None)\b|\{|\}|  ", text), text
-        assert math.isfinite(advice.at_stake_ns) and advice.at_stake_ns >= 0
-    order = [(advice.severity != WARNING, -advice.at_stake_ns) for advice in found]
-    assert order == sorted(order)
-    assert len(set(names(found))) == len(found)
-    assert sum(name.endswith("-bound") or name == "mixed" for name in names(found)) <= 1

@@ -1,13 +1,13 @@
 """Two kernel tables compared, and the names of kernels made fit for a terminal."""
 
+import contextlib
 import dataclasses
-import json
+import io
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 from test_results import make_result
 
 from workshop.errors import WorkshopError
@@ -16,6 +16,7 @@ from workshop.profilers.categories import categorize
 from workshop.profilers.diff import TableDiff, compare
 from workshop.profilers.names import display_name
 from workshop.profilers.table import Kernel, KernelTable, Timeline
+from workshop.tables import print_tables
 
 COPY = (
     "void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda(int)::{lambda()#1}>(int)"
@@ -175,56 +176,22 @@ def test_what_can_not_be_compared() -> None:
     assert any("two devices: AMD MI300X and NVIDIA H200" in note for note in notes)
 
 
-def shown(difference: TableDiff, limit: int = 20, width: int = 140) -> str:
-    console = Console(width=width, force_terminal=False)
-    with console.capture() as capture:
-        console.print(diff.render(difference, limit))
-    return capture.get()
+def shown(difference: TableDiff, limit: int = 20) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        print_tables(diff.render(difference, limit))
+    return out.getvalue()
 
 
-def test_the_terminal_and_the_json_show_the_figures() -> None:
+def test_the_terminal_shows_the_figures() -> None:
     text = shown(compare(EAGER, FUSED))
     for row in (
         r"│ kernel calls      │     25 │     7 │  -72.0% │",
         r"│ GPU idle, ms      │ 10.000 │ 1.700 │  -83.0% │",
-        r"│ gone   │ elementwise_kernel<direct_copy_kernel_cuda> │      20 │ 0 │",
+        r"│ gone   │ elementwise_kernel<direct_copy_kernel_cuda> │      20 │       0 │ 3.000 │",
         "about the same: 1 of the kernels (by less than 3% of their own time, or 1% of all)",
     ):
         assert row in text, text
-    assert "│ 3.000 │ 0.000 │ -3.000 │" in shown(compare(EAGER, FUSED), width=60), (
-        "no figure is cut"
-    )
-    assert "smaller ones, not shown: 1 new, 1 faster" in shown(compare(EAGER, FUSED), limit=2)
-    content = json.loads(json.dumps(diff.as_json(compare(EAGER, FUSED)), allow_nan=False))
-    assert content["schema_version"] == 2
-    assert content["a"]["figures"]["calls"] == 25
-    assert content["changes"][0]["difference_ns"] == -3e6
-    assert content["changes"][0]["name"] == COPY
-
-
-HOSTILE = "\x1b[2J\x9b31m[bold]evil[/bold]\u202e\n\tx"
-
-
-figures = st.dictionaries(
-    st.sampled_from(["a", "b", "triton_poi_fused_x_1", "triton_poi_fused_x_2", HOSTILE]),
-    st.tuples(st.integers(1, 10**9), st.floats(0, 1e9)),
-)
-lines = st.one_of(st.none(), st.builds(Timeline, st.floats(1, 1e15), st.just(0.0)))
-
-
-@settings(max_examples=60)
-@given(figures, figures, st.sampled_from([None, 1, 7]), lines)
-def test_any_two_tables_compare(a, b, steps, line) -> None:
-    difference = compare(table(a, steps=steps, timeline=line), table(b, steps=steps))
-    json.dumps(diff.as_json(difference), allow_nan=False)
-    per = steps or 1
-    total = sum(ms for _, ms in b.values()) - sum(ms for _, ms in a.values())
-    sums = [difference.figures(side)["all kernels"] for side in (difference.a, difference.b)]
-    got = (sums[1] - sums[0]) / 1e6 * per
-    assert got == pytest.approx(total, rel=1e-6, abs=1e-3)
-    rows = len(difference.changes) + difference.unchanged
-    assert max(len(a), len(b)) <= rows <= len(a) + len(b)
-    assert not any(word in shown(difference) for word in ("nan", "inf", "\x1b"))
+    assert "smaller ones, not shown: 1 new, 1 faster" in shown(compare(EAGER, FUSED), 2)
 
 
 # --- names ---------------------------------------------------------------------------------------

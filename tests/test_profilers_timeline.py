@@ -5,7 +5,6 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -193,21 +192,6 @@ def test_slices_nest_by_what_they_run_within() -> None:
 
 tenths = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 60)), max_size=60)
 intervals = tenths.map(lambda pairs: at(*sorted((s / 10, (s + n) / 10) for s, n in pairs)))
-
-
-@settings(database=None)
-@given(intervals, st.integers(1, 40))
-def test_rows_never_overlap_and_merging_keeps_what_they_cover(slices: list[Slice], n: int) -> None:
-    pixel = n / 10
-    rows = timeline.nest(slices)
-    assert sorted(s for row in rows for s in row) == sorted(slices)
-    for row in rows:
-        merged = timeline.merge(row, pixel)
-        assert all(one.end <= other.start + 1e-5 for one, other in pairwise(merged))
-        assert all(any(m.start <= s.start and s.end <= m.end for m in merged) for s in row)
-        assert all(m in row or m.end - m.start <= pixel for m in merged)
-        # No more than can be seen, however many there were.
-        assert len(merged) <= 4 * (110 / pixel + 1)
 
 
 @settings(database=None)

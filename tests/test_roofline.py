@@ -1,8 +1,6 @@
 """The roofline: its rule, what it makes of real files, and the tool as it is typed."""
 
-import csv
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,7 +104,7 @@ def test_the_words(flops_per_s, bytes_per_s, message) -> None:
     assert roofline.flags(line) == []
 
 
-def test_given_ceilings_come_first_and_the_three_files_are_written(analyse, tmp_path) -> None:
+def test_given_ceilings_come_first_and_the_files_are_written(analyse, tmp_path) -> None:
     status, printed, content = analyse(NCU, "--peak-compute", 1000, "--peak-bw", 3000)
     assert status == 0
     product, *_, copy = sorted(content["points"], key=lambda point: -point["gflops"])
@@ -114,13 +112,7 @@ def test_given_ceilings_come_first_and_the_three_files_are_written(analyse, tmp_
     assert product["of_roof"] == pytest.approx(product["gflops"] / 1e6)
     assert copy["of_roof"] == pytest.approx(copy["gbs"] / 3000)
     assert "of 1,000 TFLOP/s (bf16)" in printed and "of 3,000 GB/s" in printed
-    assert {"roofline.csv", "roofline.json", "roofline.png"} <= set(written(tmp_path))
-    row = next(csv.DictReader((tmp_path / "out/roofline.csv").open()))
-    assert float(row["flop_per_byte"]) == pytest.approx(content["points"][0]["flop_per_byte"])
-
-
-def written(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"roofline.json", "roofline.png"}
 
 
 def test_a_step_is_at_the_rate_of_its_operations_over_its_median() -> None:
@@ -259,25 +251,6 @@ def test_names_from_files_are_text(analyse, tmp_path) -> None:
     assert status == 0 and "\x1b" not in printed and "[bold]" in printed
 
 
-@pytest.mark.slow
-def test_measured_ceilings_are_typed_kept_and_used_on_the_same_device_alone(
-    type_command, tmp_path
-) -> None:
-    done = type_command(
-        "python", "analysis_tools/roofline_analysis.py", "--measure", "--device", "cpu",
-        "--results", tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    [path] = (tmp_path / "ceilings").iterdir()
-    kept = ceilings.load(path)
-    assert set(kept.tflops) == {"fp32", "bf16"} and kept.copy_gbs > 0 and kept.seconds > 0
-    name, threads = str(kept.device["name"]), kept.device["threads"]
-    found = ceilings.find(name, threads, tmp_path, [])
-    assert {ceiling.name for ceiling in found} == {"memory", "fp32", "bf16"}
-    assert ceilings.find(name, 1000, tmp_path, []) == []
-    assert ceilings.find("another", threads, tmp_path, []) == []
-
-
 def test_the_newest_measurement_counts(tmp_path) -> None:
     for day, rate in (("2026-11-02", 2.0), ("2026-11-03", 3.0), ("2026-11-01", 1.0)):
         path = ceilings.save(measured(f"{day}T00:00:00", 100 * rate, bf16=rate), tmp_path)
@@ -290,20 +263,3 @@ def test_the_newest_measurement_counts(tmp_path) -> None:
     found = {ceiling.name: ceiling.rate for ceiling in of_benchmark}
     assert {"memory", "bf16"} <= found.keys()
     assert all(0.4 * limits[name] < rate < limits[name] for name, rate in found.items())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda content: content.update(copy_gbs=0.0), "field copy_gbs is 0.0, no rate"),
-        (lambda content: content.update(schema_version=9), "measure them again"),
-    ],
-)
-def test_a_broken_measurement_is_named(tmp_path, change, message) -> None:
-    path = ceilings.save(measured("2026", 1.0, bf16=1.0), tmp_path)
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-    notes: list[str] = []
-    assert ceilings.find("NVIDIA X9", None, tmp_path, notes) == []
-    assert re.search(rf"left out: .*{path.name}: .*{message}", *notes)

@@ -16,9 +16,9 @@ from workshop.compare import sweep
 from workshop.compare.sweep import AXES, Curve, Sweep
 from workshop.errors import WorkshopError
 from workshop.gate import gate_size, parity
-from workshop.judge.plans import Plan, record
+from workshop.judge.plans import VersionPlan, record
 from workshop.results import RunResult
-from workshop.run import flops, hardware, memory, precision, presets, trainer
+from workshop.run import flops, hardware, memory, precision, presets
 from workshop.show import comparisons
 
 SESSION = "20260102-030405-abcdef"
@@ -60,6 +60,7 @@ def test_a_prediction_is_exact_for_what_grows_as_its_axis_does() -> None:
     assert sweep.size_that_fills(peaks, square(5000), degree=2) == pytest.approx(5000, rel=1e-3)
     line = {1.0: 110.0, 2.0: 120.0, 4.0: 140.0}
     assert sweep.predict(line, 8, degree=1) == pytest.approx(180.0)
+    assert sweep.predict({0.0: 90.0, 128.0: 100.0}, 256, degree=2, upwards=True) == 400.0
 
 
 def test_the_gate_is_run_on_what_v1_has_the_memory_for() -> None:
@@ -74,25 +75,15 @@ def test_the_gate_is_run_on_what_v1_has_the_memory_for() -> None:
     assert gate_size.fitting(model, 1, 2, 0, 8) == (1, 2)
 
 
-def test_the_estimates_are_near_what_is_measured() -> None:
-    sizes = {"vocab_size": 1000, "hidden_dim": 64, "intermediate_dim": 256, "num_layers": 2,
-             "num_heads": 2, "num_kv_heads": 1}  # fmt: skip
-    model, shape, cpu = flops.Sizes(**sizes), (2, 128), torch.device("cpu")
-    for key in ("v1", "v2"):
-        version = versions.load(key)
-        config = version.TinyLlamaConfig(**sizes)
-        net = version.TinyLlama(config)
-        batches = torch.randint(1000, (2, 2, *shape))
-        optimizer = version.configure_optimizer(net, 1e-3)
-        fp32 = precision.get_precision("fp32", cpu)
-        runner = trainer.Runner(net, optimizer, batches, fp32, cuda_graph=False)
-        runner.advance()
-        peak_mb = runner.memory_mb()["peak"]
-        assert sweep.estimate_mb(key, model, *shape) == pytest.approx(peak_mb, rel=0.2)
-    setting = parity.Setting(config, fp32, cpu, 0, *shape)
+def test_the_gates_need_is_near_what_is_measured() -> None:
+    config = versions.load("v2").TinyLlamaConfig(
+        hidden_dim=64, intermediate_dim=256, num_layers=2, num_heads=2, num_kv_heads=1
+    )
+    shape, cpu = (2, 128), torch.device("cpu")
+    setting = parity.Setting(config, precision.get_precision("fp32", cpu), cpu, 0, *shape)
+    net = versions.load("v2").TinyLlama(config)
     peak = memory.cpu_step_peak(lambda: parity.check_model(net, setting), lambda: 0)
-    margin = gate_size._MARGIN
-    assert peak < gate_size.bytes_needed(model, *shape, 8) < margin * peak
+    assert peak < gate_size.bytes_needed(config, *shape, 8) < gate_size._MARGIN * peak
 
 
 @pytest.mark.parametrize(
@@ -145,7 +136,7 @@ def arguments(folder: Path, *words: str) -> Options:
     return read(Options, flags)
 
 
-def save(plan: Plan, given: Options, status: results.Status, why: str) -> None:
+def save(plan: VersionPlan, given: Options, status: results.Status, why: str) -> None:
     run = record(plan, given, SESSION)
     run.status, run.error = status, why
     records.add(run, given.output_dir)
@@ -178,17 +169,6 @@ def test_a_size_that_cannot_fit_is_not_tried(tmp_path, monkeypatch) -> None:
     limits = comparisons.limits(one)
     assert limits[0].startswith("v1: fits up to 512; 1,024 would take 1,330 MB of 1,000 (predicted")
     assert not one.failed
-
-
-def test_on_a_cpu_the_first_size_is_estimated(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(sweep.hardware, "free_memory_bytes", lambda _: 10**9)
-    given = arguments(tmp_path, "--sweep", "seq-len", "1024", "2048", "--versions", "v1", "v2")
-    plans = list(sweep.plan(given, given.sweep, SESSION).plans)
-    first = [(plan.version, bool(plan.skipped)) for plan in plans if "1024" in plan.name]
-    assert first == [("v1", True), ("v2", True)]
-    assert plans[0].prediction["predicted_mb"] > plans[1].prediction["predicted_mb"] > 800
-    monkeypatch.setattr(sweep.hardware, "free_memory_bytes", lambda _: 10**11)
-    assert not any(plan.skipped for plan in sweep.plan(given, given.sweep, SESSION).plans)
 
 
 def test_a_version_that_was_out_of_memory_is_not_run_at_larger_sizes(tmp_path) -> None:

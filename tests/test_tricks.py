@@ -61,8 +61,9 @@ def compare(tmp_path_factory, type_command) -> Compare:
         words = ["analysis_tools/compare_versions.py", *FEW, "--repeats", str(repeats)]
         words += ["--device", "cuda" if gpu else "cpu"]
         words += ["--output-dir", str(folder / "out"), "--versions", *keys]
+        code = folder / "code"
         done = type_command(
-            "python", *words, folder=folder / "code", PYTHONPATH="", OMP_NUM_THREADS="1"
+            "python", *words, folder=code, PYTHONPATH=str(code), OMP_NUM_THREADS="1"
         )
         written = json.loads((folder / "out" / "comparison.json").read_text())
         rows = {row["version"]: row for row in written["rows"]}

@@ -18,17 +18,14 @@ from test_versions import Recorder
 from torch import nn
 
 from analysis_tools import compare_versions
-from workshop import cli, records, results, tables, versions
+from workshop import cli, records, results, versions
 from workshop.arguments import read
-from workshop.classroom import instructor
 from workshop.collection import Collection
 from workshop.compare import rows, waterfall
-from workshop.compare.sessions import Planned
-from workshop.compare.waterfall import NEEDS_GPU, Rung
+from workshop.compare.runner import Planned
+from workshop.compare.waterfall import Rung
 from workshop.gate import parity
 from workshop.results import RunResult
-from workshop.roofline import inputs as roofline_inputs
-from workshop.roofline.inputs import STEP
 from workshop.run import interpreter
 from workshop.run.precision import PRECISIONS
 from workshop.show import comparisons, ladders
@@ -58,14 +55,6 @@ def rungs(to: str, precision: str = "fp32", *, on_gpu: bool = True) -> list[Rung
     return waterfall.rungs(to, precision, on_gpu=on_gpu, compiles=True)
 
 
-def cells(one: waterfall.Waterfall) -> list[list[str]]:
-    return [list(line.cells) for line in comparisons.waterfall_table(one).lines]
-
-
-def markdown(one: waterfall.Waterfall) -> str:
-    return tables.markdown([comparisons.waterfall_table(one)])
-
-
 # --- the rungs --------------------------------------------------------------------------------
 
 
@@ -84,12 +73,6 @@ def test_the_last_rung_is_the_version_as_it_is(to, on_gpu) -> None:
     for precision in ("fp32", "fp8"):
         last = [rung for rung in rungs(to, precision, on_gpu=on_gpu) if not rung.needs][-1]
         assert (last.version, last.precision, last.options(on_gpu)) == (to, precision, {})
-
-
-@pytest.mark.parametrize("key", ["v2", "v3", "v4"])
-def test_every_switch_of_a_version_has_its_rung(key) -> None:
-    names = [field.name for field in dataclasses.fields(versions.load(key).Fusions)]
-    assert sorted(names) == sorted(waterfall.switches(key))
 
 
 def build(rung: Rung) -> nn.Module:
@@ -132,14 +115,6 @@ def same_as_before(found: list[Rung]) -> list[str]:
 )
 def test_every_rung_runs_other_code_than_the_one_before(to, precision) -> None:
     assert same_as_before(rungs(to, precision)) == []
-
-
-def test_a_switch_that_switches_nothing_is_found(copy_of, monkeypatch) -> None:
-    broken = copy_of("v2")
-    monkeypatch.setattr(broken.RMSNorm, "forward", versions.load("v1").RMSNorm.forward)
-    load = versions.load
-    monkeypatch.setattr(versions, "load", lambda key: broken if key == "v2" else load(key))
-    assert same_as_before(rungs("v4")) == ["F.rms_norm"]
 
 
 def plain_v3() -> Rung:
@@ -225,11 +200,6 @@ def whole(to: str, precision: str = "bf16", **of_one: dict[str, object]) -> list
 def test_each_rung_is_compared_with_the_one_before_and_with_v1() -> None:
     (one,) = waterfall.build(whole("v4"))
     assert (one.to, one.precision, one.config, one.device) == ("v4", "bf16", "tiny", "Some GPU")
-    assert [step.rung.title for step in one.steps][:3] == [
-        "V1, plain",
-        "bf16",
-        "RoPE tables in bf16",
-    ]
     first, second, *_, last = one.steps
     assert (first.before, first.gain, first.step_ms) == (None, None, 100.0)
     assert second.before == "V1, plain" and second.gain.value == pytest.approx(1 / 0.9)
@@ -250,25 +220,7 @@ def test_a_rung_with_a_red_gate_has_no_time_and_the_next_skips_it() -> None:
     assert sdpa.note == f"gate failed: {red.failures[0]}"
     assert gqa.before == "F.rms_norm" and gqa.gain.value == pytest.approx(1 / 0.81)
     assert one.failed
-    text = markdown(one)
-    assert "| SDPA | v2 | - | - | - | FAIL | - |" in text
-    assert "- native GQA: over F.rms_norm, since SDPA has no time" in text
     assert sdpa.row is not None and comparisons.without_time(sdpa.row) == "FAIL"
-
-
-def test_no_time_of_an_interpreted_rung_is_anywhere() -> None:
-    runs = [run_of(rung, 50.0) for rung in rungs("v3", on_gpu=False) if not rung.needs]
-    (one,) = waterfall.build(runs)
-    untimed = [step for step in one.steps if step.rung.version == "v3" and step.row]
-    assert len(untimed) == 8
-    for step in untimed:
-        assert (step.step_ms, step.gain, step.saved_ms) == (None, None, None)
-        assert step.row is not None and step.row.parity == "pass" and step.row.speedup is None
-        assert comparisons.without_time(step.row) == "interpreted, not comparable"
-    records = comparisons.of_waterfalls([one]).items[0]["steps"]
-    assert [r["step_ms"] for r in records if r["version"] == "v3"] == [None] * 9
-    assert [s.note for s in one.steps if s.rung.title == "graph"] == [NEEDS_GPU]
-    assert not one.failed
 
 
 def test_a_newer_waterfall_leaves_the_ladders_figures_alone(tmp_path) -> None:
@@ -284,10 +236,6 @@ def test_a_newer_waterfall_leaves_the_ladders_figures_alone(tmp_path) -> None:
     (half,) = ladders.ladders(collection.runs)
     assert {row.session for row in half.rows} == {"20250101"}
     assert [row.label for row in half.rows] == ["v1", "v3", "v4"]
-    points = roofline_inputs.load([tmp_path], precision="bf16").points
-    assert {point.seconds for point in points if point.category == STEP} == {0.05, 0.08}
-    steps = instructor.parts(collection)["steps"]
-    assert steps.count("| 50.00 |") == 2 and "| 1.60x (1 process)" in steps
 
 
 def plans(*words: str) -> tuple[Planned, waterfall.Requested]:
@@ -325,7 +273,7 @@ NO_MASK = (
 
 @pytest.mark.slow
 def test_a_real_waterfall_with_a_red_rung(tmp_path, monkeypatch, capsys) -> None:
-    """V2 forgets the mask if it repeats k and v before SDPA."""
+    """V2 forgets the mask if it repeats k and v before SDPA. The files alone give the same."""
     changes = {"workshop/run/presets.py": SHRINK_PRESET, V2: NO_MASK}
     use_versions_of(copy_repository(tmp_path / "code", changes), monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -333,9 +281,7 @@ def test_a_real_waterfall_with_a_red_rung(tmp_path, monkeypatch, capsys) -> None
     folder = tmp_path / "out"
     words = ["--device", "cpu", "--waterfall", "--config", "tiny", *FEW_STEPS]
     assert compare_versions.main([*words, "--output-dir", str(folder)]) == 1
-    captured = capsys.readouterr()
-    assert "v4, graph: skipped: a graph needs a GPU\n" in captured.err
-    assert "v4, torch.compile: skipped: torch.compile can't run here\n" in captured.err
+    capsys.readouterr()
     (one,) = json.loads((folder / "waterfall.json").read_text())["waterfalls"]
     steps = {step["change"]: step for step in one["steps"]}
     assert list(steps) == TO_V4
@@ -345,7 +291,6 @@ def test_a_real_waterfall_with_a_red_rung(tmp_path, monkeypatch, capsys) -> None
     assert steps["native GQA"]["before"] == "F.rms_norm"
     assert len({steps[title]["variant"] for title in TO_V4[1:7]}) == 6
     assert {run.kind for run in records.load_folder(folder, RunResult)} == {waterfall.KIND}
-    # The files alone give the same.
     words = ["--waterfall", "--from-results", str(folder), "--format", "json"]
     assert compare_versions.main(words) == 1
     assert json.loads(capsys.readouterr().out)["waterfalls"] == [one]

@@ -228,7 +228,7 @@ def cheat(*step):
     flush()
     return _honest(*step)
 
---- exact-work-later: work past the clock (quick)
+--- exact-work-later: work past the clock
 from workshop.gate import audit
 
 _before, _steps, _rate = [], [], []
@@ -570,7 +570,8 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
 def copy_checkout(folder: Path) -> None:
     """The code that a comparison runs, in a new folder."""
     for name in ("workshop", "analysis_tools", *(p.name for p in ROOT.glob("version*_*"))):
-        shutil.copytree(ROOT / name, folder / name, symlinks=True)
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
 
 
 def add_versions(checkout: Path, tricks: Iterable[Trick]) -> None:

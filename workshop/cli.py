@@ -198,63 +198,51 @@ def _finish(request: Request, result: RunResult) -> int:
 
 
 def _print_summary(request: Request, result: RunResult) -> None:
+    g, interpreted = result.gradients, interpreter.NOT_COMPARABLE * request.interpreted
     startup_parts = [
         f"{result.setup_s[name]:.1f} s to {name}"
         for name in ("compile", "capture")
         if result.setup_s.get(name, 0.0) >= 0.05
     ]
-    g = result.gradients
-    rows = [
-        *_speed_lines(request, result),
-        *([("startup", ", ".join(startup_parts))] if startup_parts else []),
-        ("loss", first_and_last(result.losses)),
-        ("memory", interpreter.NOT_COMPARABLE if request.interpreted else _memory_line(result)),
-        *([] if request.interpreted else [("rate", _rate_line(request, result))]),
-        (
-            "gradients",
-            f"{g.tensors_with_grad}/{g.tensors_total} tensors, "
-            f"{g.params_with_grad:,}/{g.params_total:,} parameters"
-            if g
-            else "not counted",
-        ),
-        ("gate", "pass" if result.gate.status == "pass" else "NOT RUN: figures unverified"),
-        ("verdict", NOT_JUDGED),
-    ]
     print(f"Summary{' of an interrupted run' if result.status == 'interrupted' else ''}")
-    print_lines(rows)
+    print_lines({
+        **({"speed": interpreted} if interpreted else _speeds(request, result)),
+        "startup": ", ".join(startup_parts),
+        "loss": first_and_last(result.losses),
+        "memory": interpreted or _memory(result),
+        "rate": "" if interpreted else _rate(request, result),
+        "gradients": f"{g.tensors_with_grad}/{g.tensors_total} tensors, "
+        f"{g.params_with_grad:,}/{g.params_total:,} parameters" if g else "not counted",
+        "gate": "pass" if result.gate.status == "pass" else "NOT RUN: figures unverified",
+        "verdict": NOT_JUDGED,
+    })  # fmt: skip
     for sentence in result.plausibility:
         print(f"  IMPLAUSIBLE: {sentence}")
-    if result.disturbed and not result.interpreted:
+    if result.disturbed and not request.interpreted:
         print(f"note: {results.DISTURBED}: run it again")
 
 
-def _speed_lines(request: Request, result: RunResult) -> list[tuple[str, str]]:
-    if request.interpreted:
-        return [("speed", interpreter.NOT_COMPARABLE)]
-    step_ms = timing.median(result.step_ms)
+def _speeds(request: Request, result: RunResult) -> dict[str, str]:
+    step_ms, spread = timing.median(result.step_ms), timing.spread(result.step_ms)
     samples = request.batch_size / step_ms * 1e3
     phases = {name.removesuffix("_ms"): getattr(result, name) for name in PHASE_TIMES}
-    return [
-        ("speed", f"{samples:,.1f} samples/s, {samples * request.seq_len:,.0f} tokens/s"),
-        (
-            "batch",
-            f"{step_ms:.2f} ms (median of {len(result.step_ms)}, "
-            f"half within {timing.spread(result.step_ms):.1%})",
-        ),
-        *((name, f"{timing.median(times):.2f} ms") for name, times in phases.items() if times),
-    ]
+    return {
+        "speed": f"{samples:,.1f} samples/s, {samples * request.seq_len:,.0f} tokens/s",
+        "batch": f"{step_ms:.2f} ms (median of {len(result.step_ms)}, half within {spread:.1%})",
+        **{name: f"{timing.median(times):.2f} ms" for name, times in phases.items() if times},
+    }
 
 
-def _memory_line(result: RunResult) -> str:
+def _memory(result: RunResult) -> str:
     m = result.memory_mb
     parts = ("weights", "gradients", "optimizer_state", "rest")
     split = ", ".join(f"{part.replace('_', ' ')} {m[part]:,.0f}" for part in parts if m)
     return f"{m['peak']:,.0f} MB peak ({split})" if m else "not measured"
 
 
-def _rate_line(request: Request, result: RunResult) -> str:
-    work = flops.step_flops(request.config, request.batch_size, request.seq_len)
-    rate = work.total / (timing.median(result.step_ms) / 1e3) / 1e12
+def _rate(request: Request, result: RunResult) -> str:
+    step_ms = timing.median(result.step_ms)
+    rate = flops.step_tflops(request.config, request.batch_size, request.seq_len, step_ms)
     line = f"{rate:,.3g} TFLOP/s"
     if result.peak_tflops:
         share, peak = rate / result.peak_tflops, result.peak_tflops

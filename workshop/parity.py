@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _show(options: Options) -> int:
     report = _check_version(options)
-    print(f"{options.version} {options.config} {report.precision} on {report.device}, ", end="")
-    print(f"against {report.reference}: {report.summary()}")
+    print(f"{options.version} {options.config} {report.setting.precision.name} on ", end="")
+    print(f"{report.setting.device}, against {report.setting.reference_name}: {report.summary()}")
     for failure in report.failures:
         print(f"  {failure}")
     return errors.DONE if report.passed else errors.ANSWER_IS_NO
@@ -81,7 +81,7 @@ def _check_version(options: Options) -> ParityReport:
 
     # A low bound: V1's training state in high precision, and what a step keeps to go backward.
     state = 4 * flops.parameter_count(config)  # weights, gradients, two moments
-    kept = gate_size.activations(config, *shape, scores=True)
+    kept = gate_size.activations(config, *shape)
     trainer.check_memory(device, setting.reference_dtype.itemsize * (state + kept), out_of_memory)
     with trainer.memory_failure_as(out_of_memory):
         return check(

@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -389,37 +389,28 @@ def new_result(request: Request, data_record: dict[str, str | int]) -> RunResult
 
 def print_configuration(request: Request, data_record: dict[str, str | int]) -> None:
     """Says what is about to run, before the first slow thing."""
-    c = request.config
+    c, sequences = request.config, "sequence" if request.batch_size == 1 else "sequences"
     print(f"Tiny-LLaMA {request.version.key}: {request.version.title}")
-    off = [name for name, on in request.switches.items() if not on]
-    print_lines(
-        [
-            (
-                "model",
-                f"{request.config_name}: hidden {c.hidden_dim}, FFN {c.intermediate_dim}, "
-                f"{c.num_layers} layers, {c.num_heads} heads, {c.num_kv_heads} kv heads, "
-                f"vocab {c.vocab_size} ({flops.parameter_count(c) / 1e6:,.1f} M parameters)",
-            ),
-            (
-                "batch",
-                f"{request.batch_size} sequence{'s' * (request.batch_size > 1)} of "
-                f"{request.seq_len} tokens",
-            ),
-            ("device", hardware.device_name(request.device)),
-            ("precision", request.precision.name),
-            ("compile", request.compile_mode),
-            ("graph", "whole step captured" if request.cuda_graph else "no"),
-            *([("kernels", "in Triton's interpreter, slow")] if request.interpreted else []),
-            ("data", str(data_record["name"])),
-            *([("switched off", ", ".join(off))] if off else []),
-        ]
-    )
+    print_lines({
+        "model": f"{request.config_name}: hidden {c.hidden_dim}, FFN {c.intermediate_dim}, "
+        f"{c.num_layers} layers, {c.num_heads} heads, {c.num_kv_heads} kv heads, "
+        f"vocab {c.vocab_size} ({flops.parameter_count(c) / 1e6:,.1f} M parameters)",
+        "batch": f"{request.batch_size} {sequences} of {request.seq_len} tokens",
+        "device": hardware.device_name(request.device),
+        "precision": request.precision.name,
+        "compile": request.compile_mode,
+        "graph": "whole step captured" if request.cuda_graph else "no",
+        "kernels": "in Triton's interpreter, slow" * request.interpreted,
+        "data": str(data_record["name"]),
+        "switched off": ", ".join(name for name, on in request.switches.items() if not on),
+    })  # fmt: skip
 
 
-def print_lines(rows: list[tuple[str, str]]) -> None:
-    """A label and a value each."""
-    for label, value in rows:
-        print(f"  {label:<18} {value}")
+def print_lines(values: Mapping[str, str]) -> None:
+    """Values by their labels; empty ones are left out."""
+    for label, value in values.items():
+        if value:
+            print(f"  {label:<18} {value}")
 
 
 def first_and_last(losses: list[float | None]) -> str:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -86,6 +86,12 @@ class Gradients:
     tensors_with_grad: int
     params_total: int
     params_with_grad: int
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int], reached: Sequence[str]) -> "Gradients":
+        """`sizes` has the number of weights of each tensor, `reached` the names of some."""
+        weights = sum(sizes[name] for name in reached)
+        return cls(len(sizes), len(reached), sum(sizes.values()), weights)
 
 
 @dataclass

@@ -125,8 +125,14 @@ def print_tables(tables: Iterable[Table]) -> None:
             cells = [printable(line.cells[i]) for i in shown]
             drawn.add_row(*cells, style=line.style, end_section=ends)
         console.print(drawn)
-        for note in table.notes:
-            console.print(printable(note), soft_wrap=not console.is_terminal)
+        print_notes(table.notes)
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Prints sentences: to the terminal folded, to a file a line each."""
+    console = terminal()
+    for note in notes:
+        console.print(printable(note), soft_wrap=not console.is_terminal)
 
 
 def terminal() -> Any:
@@ -201,21 +207,24 @@ def href(path: Path, folder: Path) -> str:
     return urllib.parse.quote(os.path.relpath(path, folder.resolve()).replace(os.sep, "/"))
 
 
-def markdown(tables: Iterable[Table], heading: str = "###", folder: Path = Path()) -> str:
-    """Tables below their headings, each with its notes; links are relative to a folder."""
+def markdown(tables: Iterable[Table], heading: str = "###") -> str:
+    """Tables below their headings, each with its notes."""
     parts = []
     for table in tables:
         if not table.continues:
             parts += [f"{heading} {escape(table.title)}", ""]
-        parts += [markdown_body(table, folder), ""]
+        parts += [markdown_body(table), ""]
         parts += [f"- {escape_block(note)}" for note in table.notes]
         parts += [""] if table.notes else []
     return "\n".join(parts).rstrip()
 
 
-def markdown_body(table: Table, folder: Path = Path()) -> str:
-    """The table without heading and notes."""
-    cells = ([_markdown_cell(cell, folder) for cell in line.cells] for line in table.lines)
+def markdown_body(table: Table) -> str:
+    """The table without heading, notes and links."""
+    cells = (
+        [code(cell) if getattr(cell, "is_code", False) else escape(cell) for cell in line.cells]
+        for line in table.lines
+    )
     return markdown_rows(map(escape, table.header), cells, table.left)
 
 
@@ -226,18 +235,6 @@ def markdown_rows(
     names = list(header)
     aligned = ["---" if i in words else "---:" for i in range(len(names))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, aligned, *lines))
-
-
-def _markdown_cell(cell: str, folder: Path) -> str:
-    if not isinstance(cell, Cell):
-        return escape(cell)
-    text: str = code(cell) if cell.is_code else escape(cell)
-    text = f"[{text}](#{cell.anchor})" if cell.anchor else text
-    return " ".join(filter(None, (text, markdown_links(cell.links, folder))))
-
-
-def markdown_links(links: Iterable[Link], folder: Path) -> str:
-    return " ".join(f"[{escape(link.text)}]({href(link.path, folder)})" for link in links)
 
 
 def fill_last_column(block: str, cell: Callable[[str], str | None]) -> str:
@@ -305,27 +302,39 @@ def html_links(links: Iterable[Link], folder: Path | None) -> str:
 # --- JSON and CSV --------------------------------------------------------------------------------
 
 
+def _leaves(item: dict[str, Any]) -> list[dict[str, Any]]:
+    """An item, or the entries of the list of records in it, each with the item's other values."""
+    for name, value in item.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            head = {k: v for k, v in item.items() if k != name}
+            return [head | leaf for entry in value for leaf in _leaves(entry)]
+    return [item]
+
+
 @dataclass(frozen=True)
 class Report:
     """The forms in which a comparison is shown and written: `name` is the key of its `items` in
-    JSON, and `records` are the lines of its CSV."""
+    JSON. CSV has a line for each item, or for each entry of the lists inside of it."""
 
     name: str
     tables: list[Table]
     items: list[dict[str, Any]]
-    records: list[dict[str, Any]]
 
     def as_json(self) -> dict[str, Any]:
         head = {"schema_version": SCHEMA_VERSION, "created": results.now()}
         return head | {self.name: self.items}
 
     def as_csv(self) -> str:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(self.records[0]) if self.records else [])
+        """All values but records and sentences."""
+        text, lines = io.StringIO(), [line for item in self.items for line in _leaves(item)]
+        left_out = {k for line in lines for k, v in line.items() if isinstance(v, dict)}
+        left_out.add("plausibility")
+        names = [name for name in dict.fromkeys(itertools.chain(*lines)) if name not in left_out]
+        writer = csv.DictWriter(text, names, extrasaction="ignore")
         writer.writeheader()
-        for record in self.records:
-            texts = {k: printable(v) for k, v in record.items() if isinstance(v, str)}
-            writer.writerow(record | texts)
+        for line in lines:
+            texts = {k: printable(v) for k, v in line.items() if isinstance(v, str)}
+            writer.writerow(line | texts)
         return text.getvalue()
 
     def show(self, form: str) -> None:

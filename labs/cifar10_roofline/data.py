@@ -80,11 +80,8 @@ def load(name: str, folder: Path) -> Dataset:
 
 def cifar10(folder: Path) -> Dataset:
     """torchvision's, from the folder or downloaded to it. Its files are pickles, which can run
-    programs: torchvision opens them only if their checksums are those that were published.
-
-    Raises:
-        OSError, RuntimeError: they can't be downloaded or read.
-    """
+    programs: torchvision opens them only if their checksums are those that were published. Raises
+    OSError, RuntimeError: they can't be downloaded or read."""
     from torchvision.datasets import CIFAR10
 
     before = socket.getdefaulttimeout()

@@ -4,7 +4,7 @@ results/reference/ between its markers."""
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from labs.cifar10_roofline.request import LAB
+from labs.cifar10_roofline.loop import LAB
 from workshop import labs
 from workshop.labs import LabRow, LabRun
 from workshop.show import lab_table

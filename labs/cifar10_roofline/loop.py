@@ -2,14 +2,14 @@
 
 import argparse
 import copy
+import itertools
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +17,140 @@ import torch
 from torch import Tensor
 
 from labs import shared
-from labs.cifar10_roofline import checkpoints, data, gate, request, step
+from labs.cifar10_roofline import data, gate, step
 from labs.cifar10_roofline.data import Batches, Dataset
 from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
 from workshop import errors, labs, records, results, tables
+from workshop.arguments import MOST, count
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.gate.steps import shown
 from workshop.judge import lab_record
 from workshop.judge.turn import Clock, Shown, Turn
 from workshop.labs import LabRun
 from workshop.run import hardware, markers, memory, startup, trainer
-from workshop.run.precision import PRECISIONS, set_arithmetic, untuned
+from workshop.run.precision import PRECISIONS, Precision, get_precision, set_arithmetic, untuned
 from workshop.run.timing import median
+from workshop.run.trainer import missing_for_compile
 
 SETTLING_STEPS = 5
-"""Steps that are not in the time of a training of one epoch: in them memory, compilers and a graph
-settle. Of several epochs the first one is not in."""
+"""Steps that are not in the time of a training of one epoch."""
 TEST_BATCH = 500
-CIFAR10_IMAGES = 50_000
 STEP = "train_step"
 """The range of the profiled step."""
-_SAME_ON_RESUME = "model epochs batch_size epoch_images lr label_smoothing seed".split()
+_SAME_ON_RESUME = "model epochs batch_size epoch_images lr seed".split()
 """Settings that must match the checkpoint when training resumes."""
 _CURVES = ("loss", "test_accuracy", "learning_rate")
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+LAB = "cifar10_roofline"
+FOLDER = Path(__file__).resolve().parent
+MODELS = ("resnet18", "resnet34")
+DATASETS = ("cifar10", "digits")
+_BOUNDS = {
+    "lr": (1e-9, 1e3),
+    "seed": (0, MOST),
+    "workers": (0, 64),
+    "save_every": (0, MOST),
+    "warmup_iters": (0, MOST),
+}
+Add = Callable[..., Any]
+DESCRIPTION = """\
+Trains ResNet-18 or ResNet-34 on CIFAR-10, with the first convolution for images of 32 x 32.
+
+Four steps, the last two among them, are compared with a plain step in fp32 on the same images: a
+fast path that trains something else gets no throughput.
+
+    python train.py --model resnet18 --epochs 5 --batch-size 128
+    python train.py --model resnet18 --epochs 20 --batch-size 256 --amp --workers 4
+    python train.py --dataset digits --epochs 4 --batch-size 32 --lr 0.02 --channels-last
+    python train.py --epochs 1 --batch-size 128 --profile-one-step --warmup-iters 20
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = shared.new_parser(DESCRIPTION, "the gate failed or memory ran out")
+    add = parser.add_argument
+    number = partial(add, type=count, metavar="N")
+    add("--model", choices=MODELS, default="resnet18", help="default resnet18")
+    number("--epochs", default=20, help="passes over the images (default 20)")
+    number("--batch-size", default=128, help="images a step (default 128)")
+    add("--lr", type=float, default=0.1, metavar="X", help="highest learning rate (default 0.1)")
+    add("--seed", type=int, default=42, help="of weights, order and augmentation (default 42)")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
+    _add_data(parser.add_argument_group("data").add_argument)
+    _add_files(parser.add_argument_group("files").add_argument)
+    _add_speed(parser.add_argument_group("what makes it fast").add_argument)
+    add = parser.add_argument_group("profilers").add_argument
+    add("--profile-one-step", action="store_true",
+        help="warm up, mark one training step for the profiler, and end")  # fmt: skip
+    add("--warmup-iters", type=int, default=20, metavar="N", help="before it (default 20)")
+    add("--profile-iter", type=count, default=1, metavar="N",
+        help="which iteration after those is marked (default 1, the first)")  # fmt: skip
+    return parser
+
+
+def _add_data(add: Add) -> None:
+    add("--dataset", choices=DATASETS, default="cifar10", help="default cifar10")
+    add("--data", type=Path, default=FOLDER / "data", metavar="FOLDER", help="of CIFAR-10, which "
+        "is downloaded there if it is missing (default: data/ beside train.py)")  # fmt: skip
+    add("--epoch-images", type=count, metavar="N", help="images of an epoch: part of them, or some "
+        "more than once (default: each once)")  # fmt: skip
+    add("--workers", type=int, default=0, metavar="N",
+        help="processes that prepare batches (default 0: the training process does)")  # fmt: skip
+    add("--data-on-gpu", action="store_true",
+        help="all images are on the device, which also crops and flips them")  # fmt: skip
+
+
+def _add_files(add: Add) -> None:
+    add("--out-dir", type=Path, metavar="FOLDER", default=FOLDER / "artifacts",
+        help="for checkpoints, weights, curves (default: artifacts/ beside train.py)")  # fmt: skip
+    shared.add_output_dir(add, LAB)
+    add("--save-every", type=int, default=0, metavar="N", help="epochs (default 0: never)")
+    add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint of this program")
+    add("--candidate", action="store_true", help=argparse.SUPPRESS)  # of measure_table.py
+
+
+def _add_speed(add: Add) -> None:
+    add("--amp", action="store_true", help="--precision fp16 on a GPU; without effect on the CPU")
+    add("--precision", choices=tuple(PRECISIONS), help="of the operations (default fp32)")
+    add("--channels-last", action="store_true", help="images and weights as NHWC")
+    add("--compile", action="store_true", help="compile the network with torch.compile")
+    add("--cuda-graph", action="store_true", help="capture the whole training step in a graph")
+
+
+def precision_of(arguments: argparse.Namespace, device: torch.device) -> Precision:
+    """Raises WorkshopError for --amp beside another precision, or one that the device does not
+    have."""
+    name = arguments.precision
+    if arguments.amp and name not in (None, "fp16"):
+        raise WorkshopError(f"--amp is --precision fp16, not {name}: give one of them")
+    if arguments.amp and device.type == "cuda":
+        name = "fp16"
+    return get_precision(name or "fp32", device)
+
+
+def check(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Raises WorkshopError for numbers out of bounds, and flags that do not go together or can't
+    run on this device."""
+    rules: dict[str, object] = {}
+    for name, (low, high) in _BOUNDS.items():
+        value, flag = getattr(arguments, name), name.replace("_", "-")
+        sentence = f"--{flag} {value}: it must lie between {low:g} and {high:,}"
+        rules[sentence] = value is not None and not low <= value <= high
+    missing = missing_for_compile(device) if arguments.compile else None
+    shared.refuse(
+        rules
+        | {
+            "--cuda-graph needs a GPU": arguments.cuda_graph and device.type != "cuda",
+            "--workers and --data-on-gpu: the device prepares the batches itself": (
+                arguments.workers and arguments.data_on_gpu
+            ),
+            f"--compile needs {missing}; install it": missing,
+        }
+    )
 
 
 @dataclass
@@ -70,7 +181,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains, or profiles a step; the exit status."""
     errors.require("rich", "matplotlib")
     device = hardware.get_device(arguments.device)
-    request.check(arguments, device)
+    check(arguments, device)
 
     def too_large(asked: str) -> OutOfMemory:
         return OutOfMemory(
@@ -88,15 +199,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
     """Reads the images, builds the network, takes up a checkpoint; raises WorkshopError."""
-    precision = request.precision_of(arguments, device)
+    precision = precision_of(arguments, device)
     if arguments.amp and device.type == "cpu":
         print("--amp is without effect on the CPU", file=sys.stderr)
-    saved = checkpoints.load(arguments.resume) if arguments.resume else None
+    saved = step.read_checkpoint(arguments.resume) if arguments.resume else None
     for folder, flag in ((arguments.out_dir, "--out-dir"), (arguments.output_dir, "--output-dir")):
         results.prepare_folder(folder, flag)
     dataset = data.load(arguments.dataset, arguments.data)
-    if arguments.warmup is None and saved:
-        arguments.warmup = saved["settings"]["warmup"]
     reference = gate.Reference(arguments, dataset, device, lambda epoch: arguments.seed)
     if not reference.epoch_steps:
         raise WorkshopError(
@@ -109,7 +218,7 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
     )  # fmt: skip
     problem = Problem(
         Schedule(arguments.lr, reference.warmup, reference.total),
-        arguments.label_smoothing, dataset.mean, dataset.std,
+        step.LABEL_SMOOTHING, dataset.mean, dataset.std,
     )  # fmt: skip
     variant = variant_of(arguments, precision.name)
     set_arithmetic(precision.name)
@@ -131,9 +240,8 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
 
 def _resume(ready: Run, saved: dict[str, Any]) -> None:
     path, epochs = ready.arguments.resume, ready.arguments.epochs
-    for sentence in checkpoints.differences(path, saved["settings"], ready.settings):
-        print(sentence, file=sys.stderr)
-    checkpoints.restore(path, saved, ready.training)
+    shared.compare_settings(f"--resume {path}", saved["settings"], ready.settings)
+    step.restore(path, saved, ready.training)
     ready.epoch, ready.best_accuracy = saved["epoch"], saved["best_accuracy"]
     ready.history = saved["history"]
     ready.record.options["resumed_after_epoch"] = ready.epoch
@@ -166,7 +274,7 @@ def new_run(
         session,
         ("--output-dir", "--out-dir", "--data", "--resume"),
         command,
-        lab=request.LAB,
+        lab=LAB,
         subject=f"{arguments.model}, {dataset}, batch {arguments.batch_size}, training",
         variant=f"{variant.label}, {source}",
         unit="images",
@@ -272,7 +380,7 @@ def _end_epoch(ready: Run, times: list[float], losses: list[float]) -> None:
     ready.best_accuracy = max(ready.best_accuracy, line["test_accuracy"])
     every = ready.arguments.save_every
     if best or (every and ready.epoch % every == 0):
-        content = checkpoints.checkpoint(
+        content = step.checkpoint(
             training,
             settings=ready.settings,
             epoch=ready.epoch,
@@ -281,7 +389,7 @@ def _end_epoch(ready: Run, times: list[float], losses: list[float]) -> None:
         )
         names = {"best.pt": best, f"epoch_{ready.epoch}.pt": every and ready.epoch % every == 0}
         for name in (name for name, wanted in names.items() if wanted):
-            checkpoints.save(ready.path(name), content)
+            step.save_file(ready.path(name), content)
 
 
 def _finish(ready: Run, losses: list[Tensor], epochs: int) -> int:
@@ -292,7 +400,7 @@ def _finish(ready: Run, losses: list[Tensor], epochs: int) -> int:
     """
     training, record, device = ready.training, ready.record, ready.training.device
     weights = {name: tensor.cpu() for name, tensor in training.model.state_dict().items()}
-    checkpoints.save(ready.path("final_weights.pt"), weights)
+    step.save_file(ready.path("final_weights.pt"), weights)
     draw_curves(record.subject, ready.history, ready.path("curves.png"))
     steps = ready.batches.steps
     settling = record.step_ms[: steps if epochs > 1 else min(SETTLING_STEPS, steps - 1)]
@@ -310,8 +418,7 @@ def _finish(ready: Run, losses: list[Tensor], epochs: int) -> int:
     }
     torch.cuda.empty_cache()  # the judge's network has the same device
     ready.turn.answer(partial(_show, ready), record)
-    record.single_step_ms = record.step_ms
-    time_epochs(record, epochs)
+    time_epochs(record, record.step_ms, epochs)
     dtype = PRECISIONS[training.variant.precision].autocast_dtype
     record.ceiling_tflops = hardware.measure_matmul_tflops(device, dtype)
     record.plausibility = labs.implausible(record)
@@ -343,14 +450,13 @@ def draw_curves(title: str, history: list[dict[str, float]], target: Path) -> No
         figure.savefig(path, format="png")
 
 
-def time_epochs(record: LabRun, epochs: int) -> None:
-    """A step's time is an epoch's, divided by its steps. The median step would mislead: workers
-    deliver in bursts, so that most steps wait for nothing and one waits for all."""
-    times = record.single_step_ms
-    steps = len(times) // epochs
-    timed = [times[i : i + steps] for i in range(steps, len(times), steps)]
-    timed = timed or [times[min(SETTLING_STEPS, steps - 1) :]]
-    record.step_ms = [sum(epoch) / len(epoch) for epoch in timed]
+def time_epochs(record: LabRun, times: list[float], epochs: int) -> None:
+    """Fills in the times of the steps: of several epochs without the first, of one without the
+    first steps, in which memory, compilers and a graph settle."""
+    record.single_step_ms = times
+    record.step_ms = shared.epoch_means(times, epochs)[1:]
+    if epochs == 1:
+        record.step_ms = shared.epoch_means(times[min(SETTLING_STEPS, len(times) - 1) :], 1)
 
 
 def _summary(ready: Run, path: Path) -> None:
@@ -380,19 +486,11 @@ def profile(ready: Run) -> int:
     does in the backward pass."""
     arguments, training = ready.arguments, ready.training
     wanted = arguments.warmup_iters + arguments.profile_iter
-    stands_in = ready.dataset.name != arguments.dataset
-    images = CIFAR10_IMAGES if stands_in else len(ready.dataset.train.labels)
-    there = arguments.epochs * (images // arguments.batch_size)
-    if wanted > there:
-        raise WorkshopError(
-            f"iteration {wanted} (--warmup-iters {arguments.warmup_iters}, --profile-iter "
-            f"{arguments.profile_iter}) never comes: {arguments.epochs} epochs have {there}; give "
-            "more --epochs or a smaller --batch-size"
-        )
     print(_headline(ready))
     training.model.train()
-    # Digits taken in place of CIFAR-10 have fewer steps an epoch: more epochs follow.
-    stream = (batch for epoch in count() for batch in ready.batches.epoch(arguments.seed, epoch))
+    stream = (
+        batch for epoch in itertools.count() for batch in ready.batches.epoch(arguments.seed, epoch)
+    )
     for _, batch in zip(range(wanted - 1), stream, strict=False):
         training.step(*batch)
     images_, labels = next(stream)

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 import torch
 
 from labs import shared
-from labs.cifar10_roofline import data, gate, loop, request
+from labs.cifar10_roofline import data, gate, loop
 from workshop import errors, labs, results
 from workshop.arguments import count, parse
 from workshop.judge import studies
@@ -38,20 +38,14 @@ Flags = tuple[str, ...]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    assert __doc__
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Flags of train.py, for all trainings, go after --. Exit status: 0 done, 1 a gate "
-        "or a training failed,\n2 wrong usage, 77 something is missing on this machine, 130 "
-        "interrupted.",
-    )
+    more = "Flags of train.py, for all trainings, go after --. "
+    parser = shared.new_parser(__doc__, "a gate or a training failed", more)
     add = parser.add_argument
     number = partial(add, type=count, metavar="N")
-    add("--models", nargs="+", choices=request.MODELS, default=request.MODELS, help="default: both")
+    add("--models", nargs="+", choices=loop.MODELS, default=loop.MODELS, help="default: both")
     number("--batch-sizes", nargs="+", default=(128, 256, 1024), help="default: 128 256 1024")
     shared.add_repeats(add)
-    shared.add_output_dir(add, request.LAB)
+    shared.add_output_dir(add, loop.LAB)
     add("flags", nargs="*", metavar="FLAG", help="of train.py")
     return parser
 
@@ -71,7 +65,7 @@ def variants(device: torch.device) -> list[Flags]:
 
 def _measure(arguments: argparse.Namespace) -> int:
     errors.require("rich")
-    asked = parse(request.build_parser(), arguments.flags)
+    asked = parse(loop.build_parser(), arguments.flags)
     device = hardware.get_device(asked.device)
     folder = results.prepare_folder(arguments.output_dir)
     # Read once, so that what is missing is said, and downloaded, once.
@@ -113,16 +107,15 @@ def _plan(
     dataset: data.Dataset,
 ) -> studies.Plan:
     """A training that has not begun. Raises WorkshopError for flags that can't be."""
-    arguments = request.build_parser().parse_args(flags)
-    request.check(arguments, device)
-    precision = request.precision_of(arguments, device)
+    arguments = loop.build_parser().parse_args(flags)
+    loop.check(arguments, device)
+    precision = loop.precision_of(arguments, device)
     variant = loop.variant_of(arguments, precision.name)
     command = [PROGRAM.name, *flags]
     record = loop.new_run(arguments, arguments.dataset, variant, device, session, command)
 
     def take_times(run: LabRun, spans: studies.Spans) -> None:
-        run.single_step_ms = list(itertools.chain.from_iterable(spans))
-        loop.time_epochs(run, arguments.epochs)
+        loop.time_epochs(run, [*itertools.chain.from_iterable(spans)], arguments.epochs)
 
     secret = random.SystemRandom().getrandbits(64)
     reference = gate.Reference(

@@ -4,7 +4,8 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labs import shared
+from workshop import results
+from workshop.errors import WorkshopError
 from workshop.run.markers import Range
 from workshop.run.precision import PRECISIONS
 
 CLASSES = 10
 MOMENTUM = 0.9
 WEIGHT_DECAY = 5e-4
+LABEL_SMOOTHING = 0.1
 STEPS_BEFORE_CAPTURE = 3
 GPU_COMPILER: dict[str, Any] = {
     "combo_kernels": True,
@@ -29,11 +33,8 @@ tiles are tuned on the device, which makes the first compilation longer."""
 
 def build(name: str) -> nn.Module:
     """torchvision's ResNet, in which a 3 x 3 convolution of stride 1 takes the place of the first
-    layers: those are for 224 x 224, and would leave 8 x 8 of an image of 32 x 32.
-
-    Raises:
-        NotOnThisMachine: torchvision is not installed.
-    """
+    layers: those are for 224 x 224, and would leave 8 x 8 of an image of 32 x 32. Raises
+    NotOnThisMachine: torchvision is not installed."""
     models = shared.import_torchvision().models
     model: nn.Module = models.get_model(name, weights=None, num_classes=CLASSES)
     model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
@@ -222,3 +223,63 @@ class Training:
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.done = state["step"]
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+FORMAT = "cifar10_roofline 1"
+
+
+def save_file(path: Path, content: dict[str, Any]) -> None:
+    """Raises WorkshopError where it can't be written: an older file of that name stays then."""
+    with results.atomic_path(path) as temporary:
+        try:
+            torch.save(content, temporary)
+        except RuntimeError as error:  # torch.save's, of a disk without room
+            raise WorkshopError(f"{path} can't be written: {error!s:.80}") from None
+
+
+def checkpoint(training: Training, **progress: Any) -> dict[str, Any]:
+    """The content of a checkpoint: the training, PyTorch's random numbers, and the given settings,
+    number of complete epochs, best accuracy and history."""
+    random = {"cpu": torch.get_rng_state()}
+    if training.device.type == "cuda":
+        random["cuda"] = torch.cuda.get_rng_state(training.device)
+    return {
+        "format": FORMAT,
+        "training": training.state(),
+        "schedule": asdict(training.problem.schedule),
+        "random": random,
+        **progress,
+    }
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Reads a checkpoint, its tensors to the CPU. Raises WorkshopError: it is none of this program,
+    or it is truncated."""
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        if content["format"] == FORMAT:
+            return content
+        problem = "of another program"
+    except Exception as error:  # what a damaged file raises is not listed anywhere
+        problem = type(error).__name__
+    raise WorkshopError(
+        f"--resume {path}: no checkpoint, or a truncated one ({problem}); those are *_best.pt and "
+        "*_epoch_N.pt in --out-dir (*_final_weights.pt has weights alone)"
+    )
+
+
+def restore(path: Path, content: dict[str, Any], training: Training) -> None:
+    """Puts a checkpoint's state into a training and PyTorch's random numbers; raises WorkshopError
+    where it does not fit."""
+    try:
+        training.load(content["training"])
+        torch.set_rng_state(content["random"]["cpu"])
+        if training.device.type == "cuda" and "cuda" in content["random"]:
+            torch.cuda.set_rng_state(content["random"]["cuda"], training.device)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise WorkshopError(
+            f"--resume {path}: its weights are not those of this network ({error!s:.60})"
+        ) from None

@@ -1,7 +1,7 @@
 """Trains ResNet-18 or ResNet-34 on CIFAR-10, or marks one step of the training for a profiler.
 
-request.py has its flags, data.py the images, step.py the training step, loop.py the epochs,
-checkpoints.py what is saved, gate.py the check that the right network was trained.
+data.py has the images, step.py the training step and its checkpoints, loop.py
+flags and epochs, gate.py the check that the right network was trained.
 """
 
 import sys
@@ -14,14 +14,14 @@ if __name__ == "__main__":
 
     import_torch()
 
-from labs.cifar10_roofline import loop, request
+from labs.cifar10_roofline import loop
 from workshop import errors
 from workshop.arguments import parse
 
 
 def main(argv: list[str] | None = None) -> int:
     """Trains from the command line; returns the exit status."""
-    arguments = parse(request.build_parser(), argv)
+    arguments = parse(loop.build_parser(), argv)
     return errors.exit_status(
         lambda: loop.run(arguments),
         interrupted="interrupted: --resume FILE goes on from a checkpoint, if --out-dir has one",

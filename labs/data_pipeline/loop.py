@@ -46,7 +46,7 @@ class Settings:
     model: str = "cnn"  # or resnet50
     format: str = "png"  # a key of formats.FORMATS
     reader: str = "ours"  # or a peer's that reads the format: torchvision, webdataset
-    decoder: str = "pil"  # a key of decoders.PACKAGES
+    decoder: str = "pil"  # a key of formats.PACKAGES
     workers: int = 1  # processes that prepare batches; 0 is the training process itself
     persistent: bool = False  # workers stay for the next epoch
     pinned: bool = False  # batches in memory from which a GPU copies while the loop goes on
@@ -254,11 +254,8 @@ class SmallCNN(nn.Sequential):
 
 
 def build_model(name: str, classes: int, seed: int) -> nn.Module:
-    """On the CPU, with the weights that follow from the seed.
-
-    Raises:
-        NotOnThisMachine: torchvision is missing.
-    """
+    """On the CPU, with the weights that follow from the seed. Raises NotOnThisMachine: torchvision
+    is missing."""
     torch.manual_seed(seed)
     if name == "cnn":
         return SmallCNN(classes)

@@ -27,8 +27,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from labs.data_pipeline import formats
-from labs.data_pipeline.decoders import open_image
-from labs.data_pipeline.formats import LABELS, MANIFEST, PACKED, Folder, Images
+from labs.data_pipeline.formats import LABELS, MANIFEST, PACKED, Folder, Images, open_image
 from workshop import errors, results
 from workshop.arguments import count, parse
 from workshop.errors import WorkshopError, printable

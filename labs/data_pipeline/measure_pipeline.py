@@ -30,7 +30,7 @@ if __name__ == "__main__":
 import torch
 
 from labs import shared
-from labs.data_pipeline import formats, gate, make_dataset, measure_rung, profiling, rates, rungs
+from labs.data_pipeline import formats, gate, make_dataset, measure_rung, rungs
 from labs.data_pipeline.formats import FORMATS, PACKED, BadData, Folder
 from labs.data_pipeline.loop import Loop
 from labs.data_pipeline.measure_rung import LAB, cores
@@ -58,12 +58,7 @@ DEFAULTS = {  # on a GPU, on a CPU
 
 def build_parser() -> argparse.ArgumentParser:
     names = textwrap.fill(f"rungs: {', '.join(rungs.BY_NAME)}", 98, break_on_hyphens=False)
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"{names}\n\nExit status: 0 done, 1 a gate or a rung failed, 2 wrong usage, 77 "
-        "something is missing on\nthis machine, 130 interrupted.",
-    )
+    parser = shared.new_parser(__doc__, "a gate or a rung failed", f"{names}\n\n")
     add = parser.add_argument
     number = partial(add, type=count, metavar="N")
     add("--steps", nargs="+", choices=("all", RATES, *rungs.BY_NAME), default=["all"],
@@ -138,11 +133,8 @@ def _folder(arguments: argparse.Namespace, large: bool) -> Path:
 
 def prepare(arguments: argparse.Namespace, large: bool, keys: set[str]) -> Path:
     """The folder of the images in these formats: what is missing is written first, and what is
-    there is read once.
-
-    Raises:
-        WorkshopError: an image or a packed file is damaged, or there are too few images.
-    """
+    there is read once. Raises WorkshopError: an image or a packed file is damaged, or there are too
+    few images."""
     folder = _folder(arguments, large)
     if not arguments.dataset_dir:
         images, size = map(str, _digits(arguments, large))
@@ -252,7 +244,7 @@ def plan(
         (times,), asked = spans, arguments.epochs * plain.images.steps
         if len(times) != asked:
             raise Closed(f"the process told {len(times)} times of {asked} steps")
-        measure_rung.time_epochs(run, times, arguments.epochs)
+        run.step_ms = shared.epoch_means(times, arguments.epochs)
 
     check = gate.Check(plain, record)
     return studies.Plan(
@@ -270,18 +262,18 @@ def _outcome(run: LabRun) -> str:
 def _show_profiles(rows: list[LabRow], folder: Path, profiles: Path) -> None:
     """Prints what bounds each rung, and draws where the time of its steps goes. A red one has no
     times here either."""
-    found = [row for row in rows if any(map(profiling.mean_step, row.runs))]
+    found = [row for row in rows if any(map(measure_rung.mean_step, row.runs))]
     for row in found:
         name = row.first.variant
-        print(f"{name}: {profiling.advice(profiles / name)}")
+        print(f"{name}: {measure_rung.advice(profiles / name)}")
     for model, own in itertools.groupby(
         found, lambda row: rungs.settings(row.first.variant, 1).model
     ):
         picture = folder / f"ladder_{model}.png"
-        profiling.draw_ladder(list(own), picture)
+        measure_rung.draw_ladder(list(own), picture)
         print(f"Written: {picture}")
     if found:
-        print(f"Written: of each rung {profiles}/RUNG/{profiling.PICTURE}")
+        print(f"Written: of each rung {profiles}/RUNG/{measure_rung.PICTURE}")
 
 
 def speed_tables(rows: Sequence[LabRow]) -> list[Table]:
@@ -323,13 +315,13 @@ def show_rates(arguments: argparse.Namespace, device: torch.device) -> int:
     folder = prepare(arguments, False, {settings.format})
     images, source = measure_rung.open_images(settings, folder, arguments.open_ms)
     loop = Loop(settings, source, device, arguments.batch_size, classes=images.classes)
-    worker, model = rates.worker_rate(source, loop), rates.model_rate(loop)
-    stored = rates.storage_rate(images)
+    worker, model = measure_rung.worker_rate(source, loop), measure_rung.model_rate(loop)
+    stored = measure_rung.storage_rate(images)
     if stored:
         print(f"the storage gives one core {stored:,.0f} images/s that are not in memory")
     print(
-        f"one core reads {rates.read_rate(images):,.0f} images/s and decodes "
-        f"{rates.decode_rate(images):,.0f}\n"
+        f"one core reads {measure_rung.read_rate(images):,.0f} images/s and decodes "
+        f"{measure_rung.decode_rate(images):,.0f}\n"
         f"one worker prepares {worker:,.0f} images/s: it reads, decodes, crops, normalises\n"
         f"the model takes {model:,.0f} images/s of batches that lie on the device\n"
         f"workers that follow: {math.ceil(model / worker)}, on {cores()} cores"

@@ -1,30 +1,35 @@
-"""One rung in this process: opens the images, trains, shows the judge what it did, and writes the
-result file."""
+"""One rung in this process: opens the images, trains, shows the judge what it did, measures each
+part alone, profiles some steps, and writes the result file."""
 
 import argparse
+import itertools
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from labs import shared
-from labs.data_pipeline import gate, peers, profiling, rates, rungs
+from labs.data_pipeline import gate, peers, rungs
 from labs.data_pipeline.formats import FORMATS, Images
-from labs.data_pipeline.loop import Batch, Loop, Settings, Source, Step
+from labs.data_pipeline.loop import Batch, Items, Loop, Settings, Source, Step
 from labs.data_pipeline.reference import Asked
 from workshop import errors, labs, records, results
 from workshop.errors import NotOnThisMachine, OutOfMemory, WorkshopError
 from workshop.judge import lab_record
 from workshop.judge.turn import Clock, Shown, Turn
-from workshop.labs import LabRun
+from workshop.labs import LabRow, LabRun
+from workshop.profilers import advisor, kernel_file, step_pictures, step_time
+from workshop.profilers.load import load
 from workshop.profilers.runner_files import RUN_FILE
+from workshop.profilers.step_time import StepTime
 from workshop.run import hardware, memory, startup, trainer
 from workshop.run.precision import set_arithmetic
 
@@ -55,16 +60,16 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
         turn = Turn(arguments.candidate, gate.Check(plain, record))
         turn.wait()
         record.metrics |= {  # of one core
-            "storage_per_s": rates.storage_rate(images),  # first: what is mapped can't be dropped
-            "read_per_s": rates.read_rate(images),
-            "decode_per_s": rates.decode_rate(images),
-            "worker_per_s": rates.worker_rate(source, loop),
+            "storage_per_s": storage_rate(images),  # first: what is mapped can't be dropped
+            "read_per_s": read_rate(images),
+            "decode_per_s": decode_rate(images),
+            "worker_per_s": worker_rate(source, loop),
         }
         turn.answer(train(record, loop, arguments.epochs, turn).show, record)
         set_arithmetic("fp32")  # as before: a judge in this process changes it
-        record.metrics["model_per_s"] = rates.model_rate(loop)  # trains on
+        record.metrics["model_per_s"] = model_rate(loop)  # trains on
         if arguments.profile_dir:
-            profiling.profile_rung(loop, loop.order.epoch + 1, record, arguments.profile_dir)
+            profile_rung(loop, loop.order.epoch + 1, record, arguments.profile_dir)
     record.flops_per_step = size * shared.flops_per_image(loop.model, loop.order.size)
     record.plausibility = labs.implausible(record)
     red = record.gate.status == "fail"
@@ -210,7 +215,7 @@ def train(record: LabRun, loop: Loop, epochs: int, turn: Turn) -> Seen:
     waited.seconds = 0.0
     times = timed(epochs, turn)
     record.metrics["wait_share"] = waited.seconds / (sum(times) / 1e3)
-    time_epochs(record, times, epochs)
+    record.step_ms = shared.epoch_means(times, epochs)
     record.losses = results.finite(torch.stack(seen.losses).tolist())
     record.setup_s |= {"warm_up": sum(settling) / 1e3, "compile": startup.compile_seconds()}
     record.options |= {"steps_per_epoch": len(times) // epochs, "epochs": epochs}
@@ -218,13 +223,6 @@ def train(record: LabRun, loop: Loop, epochs: int, turn: Turn) -> Seen:
         peak = torch.cuda.max_memory_allocated(loop.device)
         record.memory_mb = memory.break_down(peak, loop.model, loop.optimizer, "allocator")
     return seen
-
-
-def time_epochs(record: LabRun, times: list[float], epochs: int) -> None:
-    """A sample is an epoch's time divided by its steps, with the start of its workers: single steps
-    come in bursts, as workers finish together, and their median would leave out the wait."""
-    steps = len(times) // epochs
-    record.step_ms = [sum(times[i : i + steps]) / steps for i in range(0, len(times), steps)]
 
 
 class Waits:
@@ -259,3 +257,168 @@ def _explained(error: Exception) -> Exception:
         "--batch-size, or enlarge it (docker run --shm-size=8g, or mount -o remount,size=8g "
         f"{SHARED_MEMORY})"
     )
+
+
+# --- the rate of each part alone ------------------------------------------------------------------
+
+
+SECONDS = 0.5
+"""The time for which a rate is measured."""
+LEAST_STEPS = 5
+STORED_FILES, STORED_BYTES = 500, 2**26
+"""How many PNG files, and how much of a packed one, are read from the storage."""
+
+
+def storage_rate(images: Images) -> float | None:
+    """Images a second that one core reads from the storage, in the files' order: they are dropped
+    from the system's memory before. None where the system has no way to do that, as macOS. Caches
+    of the storage itself, as of a file server, are in it."""
+    if not hasattr(os, "posix_fadvise"):
+        return None
+    pngs = sorted(images.path.glob("*.png"))[:STORED_FILES]
+    files = pngs or (sorted(images.path.iterdir()) if images.path.is_dir() else [images.path])
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # what is not yet written can't be dropped
+            os.posix_fadvise(file.fileno(), 0, STORED_BYTES, os.POSIX_FADV_DONTNEED)
+    start = time.perf_counter()
+    read = 0
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            read += len(file.read(STORED_BYTES))
+    per_s = read / (time.perf_counter() - start)
+    return per_s * len(pngs or images) / sum(path.stat().st_size for path in files)
+
+
+def read_rate(images: Images) -> float:
+    """Images a second whose bytes one core reads: a PNG file's, or the pixels where the format
+    keeps these."""
+    keeps_pixels = type(images).image is not Images.image
+    read: Callable[[int], object] = images.image if keeps_pixels else images.encoded
+    return _per_second(read, range(len(images)))
+
+
+def decode_rate(images: Images) -> float | None:
+    """PNG files a second that one core decodes; None for a format that keeps pixels."""
+    if type(images).image is not Images.image:
+        return None
+    some = [images.encoded(index) for index in range(min(len(images), 64))]
+    return _per_second(images.decode, some)
+
+
+def worker_rate(images: Source, loop: Loop) -> float:
+    """Images a second that one core makes ready for a batch: all that a worker of this loop does,
+    but for the way to the training process."""
+    items = Items(images, loop.order, prepare=not loop.settings.on_device)
+    size = loop.order.batch_size
+    keys = list(itertools.islice(loop.order, size * max(1, 256 // size)))
+    batches = [keys[start : start + size] for start in range(0, len(keys), size)]
+    return size * _per_second(lambda batch: default_collate([items[key] for key in batch]), batches)
+
+
+def model_rate(loop: Loop) -> float:
+    """Images a second of the same loop on one batch that lies on the device. Trains on it."""
+    items = Items(loop.images, loop.order, prepare=not loop.settings.on_device)
+    keys = itertools.islice(loop.order, loop.order.batch_size)
+    batch = [part.to(loop.device) for part in default_collate([items[key] for key in keys])]
+    steps = loop.train(itertools.repeat(tuple(batch)), loop.order.epoch)
+    for _ in range(LEAST_STEPS):
+        next(steps)
+    _wait(loop.device)
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < SECONDS or count < LEAST_STEPS:
+        next(steps)
+        count += 1
+        if count % 50 == 0:
+            _wait(loop.device)  # the loop runs ahead of a GPU
+    _wait(loop.device)
+    return count * loop.order.batch_size / (time.perf_counter() - start)
+
+
+def _per_second(work: Callable[..., object], items: Iterable[object]) -> float:
+    """Calls a second, on one thread as in a worker; the first one, which opens files, is left
+    out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rest = itertools.cycle(items)
+        work(next(rest))
+        start, count = time.perf_counter(), 0
+        while (spent := time.perf_counter() - start) < SECONDS:
+            work(next(rest))
+            count += 1
+        return count / spent
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- a short profile ------------------------------------------------------------------------------
+
+
+TRACE, PICTURE = "trace.json.gz", "steps.png"
+LEAST_STEPS, MOST_STEPS = 6, 48
+
+
+def profile_rung(loop: Loop, epoch: int, record: LabRun, folder: Path) -> None:
+    """Trains a part of an epoch. The folder gets a trace of its later steps, the hot list and a
+    picture; the record gets the share of a step of each of step_time.CATEGORIES.
+
+    The first steps get what the workers prepared ahead. Several times as many steps as workers are
+    recorded, since batches come in bursts. An epoch of one step has no profile.
+    """
+    workers = loop.settings.workers
+    wanted = min(max(LEAST_STEPS, 3 * workers), MOST_STEPS)
+    ahead = 2 + workers * loop.settings.prefetch
+    steps = min(len(loop.images) // loop.order.batch_size, ahead + wanted)
+    if steps < 2:  # one warms the profiler up
+        return
+    results.prepare_folder(folder)
+    timed_steps, loop.order.steps = loop.order.steps, steps
+    skipped = max(1, steps - wanted)
+    shared.record_trace(
+        loop.device, loop.epoch(epoch), folder / TRACE, skipped=skipped, recorded=steps - skipped
+    )
+    loop.order.steps = timed_steps
+    table = load(folder / TRACE)
+    kernel_file.write(table, folder)
+    mean = step_time.mean(table.step_times)
+    shares = {f"{name.lower()}_share": ns / mean.ns for name, ns in mean.parts_ns.items()}
+    record.metrics |= {**shares, "tensor_share": mean.tensor_share, "profiled_ms": mean.ns / 1e6}
+    step_pictures.draw_steps(folder / TRACE, folder / PICTURE, record.variant)
+
+
+def advice(folder: Path) -> str:
+    """The limit of a rung, in a sentence: its wait for data, if there is one."""
+    table = kernel_file.read(folder / kernel_file.JSON_FILE)
+    record = records.load_run(folder / RUN_FILE)
+    found = advisor.advise(table, record)
+    first = next((one for one in found if one.finding == "data"), advisor.headline(found))
+    return first.sentence if first else ""
+
+
+def draw_ladder(rows: Sequence[LabRow], target: Path) -> None:
+    """A picture of the mean step of each rung that was profiled. All are of one device."""
+    found = ((row.first.variant, mean_step(run)) for row in rows for run in row.runs)
+    means = [(name, step) for name, step in found if step]
+    title = f"Where a step's time goes: {rows[0].device}"
+    step_pictures.compare_pictures(means, target, title)
+
+
+def mean_step(run: LabRun) -> StepTime | None:
+    """As `profile_rung` recorded it."""
+    length = run.metrics.get("profiled_ms")
+    if run.status != "complete" or not isinstance(length, float):
+        return None
+
+    def part(name: str) -> float:
+        share = run.metrics[f"{name}_share"]
+        assert isinstance(share, (int, float))
+        return float(share)
+
+    parts_ns = {name: part(name.lower()) * length * 1e6 for name in step_time.CATEGORIES}
+    return StepTime(parts_ns, part("tensor") * parts_ns[step_time.KERNEL])

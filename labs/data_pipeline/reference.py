@@ -1,6 +1,6 @@
 """The plain training that every rung is compared with: PNG files by PIL, a loop in one process.
 
-Nothing here comes from the programs that are measured (loop.py, formats.py, decoders.py): a mistake
+Nothing here comes from the programs that are measured (loop.py, formats.py): a mistake
 of theirs would else be the reference's too. What a training sees and does is written down a second
 time: the order of the images, their crops, MEAN and STD, the network, Adam and its rate.
 """

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from labs.data_pipeline import decoders
-from labs.data_pipeline.formats import FORMATS, PACKED
+from labs.data_pipeline.formats import FORMATS, PACKED, get_decoder
 from labs.data_pipeline.loop import Settings
 from workshop import errors
 from workshop.errors import NotOnThisMachine
@@ -95,7 +94,7 @@ def check(name: str, device: torch.device, workers: int) -> None:
         )
     packages = {"webdataset": ["webdataset"], "torchvision": ["torchvision"]}.get(own.reader, [])
     errors.require(*packages, *FORMATS[own.format].packages)
-    decoders.get(own.decoder)
+    get_decoder(own.decoder)
     if own.compile and (missing := missing_for_compile(device)):
         raise NotOnThisMachine(f"torch.compile needs {missing}")
 

@@ -30,8 +30,6 @@ B = "B"
 HALF = ("bf16", "fp16")
 Groups = dict[str, list[list[LabRow]]]
 """Rows that may be compared, a list for each device, by their subject."""
-Pair = tuple[str, LabRow, LabRow]
-"""A network's name, its plain row and its fast one."""
 _SPEED: dict[str, Callable[[LabRow], str]] = {
     "images/s": lab_table.rate,
     "p50 ms": lambda row: number(row.step_ms, ",.3f"),
@@ -172,27 +170,17 @@ def _change(row: LabRow, other: LabRow | None) -> str:
 
 def _networks(groups: Groups) -> str:
     ending, command = NETWORKS
-    by_device: dict[str, list[Pair]] = defaultdict(list)
+    by_device: dict[str, list[LabRow]] = defaultdict(list)
     for subject, found in groups.items():
         for rows in found if subject.endswith(ending) else ():
             if len(rows) == 2:  # else one of the two did not run
-                by_device[rows[0].device].append(_pair(rows))
+                by_device[rows[0].device] += rows
     blocks = [
-        f"{lab_table.source([row for _, *rows in pairs for row in rows], command)}\n\n"
-        + tables.markdown([dataclasses.replace(studies.all_table(pairs), continues=True)])
-        for pairs in by_device.values()
+        f"{lab_table.source(rows, command)}\n\n"
+        + tables.markdown([dataclasses.replace(studies.all_table(rows), continues=True)])
+        for rows in by_device.values()
     ]
     return "\n\n".join(blocks) or lab_table.not_measured(command)
-
-
-def _pair(rows: Sequence[LabRow]) -> Pair:
-    """A network, as it is and as fast as it gets. Their result files name no baseline."""
-    plain, fast = sorted(rows, key=lambda row: row.first.options["compile"] is not None)
-    runs = [run for row in (plain, fast) for run in row.runs]
-    both = labs.build_rows(dataclasses.replace(run, baseline=plain.first.variant) for run in runs)
-    by_variant = {row.first.variant: row for row in both}
-    name = str(plain.first.options["network"])
-    return name, by_variant[plain.first.variant], by_variant[fast.first.variant]
 
 
 def _operators(runs: Sequence[LabRun]) -> str:
@@ -217,11 +205,8 @@ def _operator(row: LabRow) -> list[str]:
 
 
 def techniques(runs: Sequence[LabRun], old: str) -> str:
-    """The table with its last column filled in: what was measured, and the command.
-
-    Raises:
-        WorkshopError: a technique that was measured is not in the table.
-    """
+    """The table with its last column filled in: what was measured, and the command. Raises
+    WorkshopError: a technique that was measured is not in the table."""
     groups = _groups(runs)
     gains: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for batch, (subject, _) in LADDERS.items():

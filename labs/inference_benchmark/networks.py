@@ -161,11 +161,8 @@ def _of_package(
 
 
 def timm_network(name: str, ours: nn.Module) -> nn.Module:
-    """timm's network with our network's weights, in fp32 on the same device, for inference.
-
-    Raises:
-        WorkshopError: timm has no network of that name, or its weights have other names or shapes.
-    """
+    """timm's network with our network's weights, in fp32 on the same device, for inference. Raises
+    WorkshopError: timm has no network of that name, or its weights have other names or shapes."""
     shared.import_torchvision()  # timm imports it
     import timm
 

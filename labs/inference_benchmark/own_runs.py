@@ -78,11 +78,8 @@ def comparisons(runs: Sequence[LabRun], option: str) -> list[list[LabRow]]:
 
 
 def profiles(results: Path, runs: Sequence[LabRun]) -> Iterator[Profile]:
-    """The traces below a folder of results, newest first; a group has its first process's.
-
-    Raises:
-        WorkshopError: a trace can't be read.
-    """
+    """The traces below a folder of results, newest first; a group has its first process's. Raises
+    WorkshopError: a trace can't be read."""
     for run in runs:
         folder = results / LAB / TRACES / run.session
         for name in (kernel_file.JSON_FILE, "trace*_rank0.json", "trace*.json"):

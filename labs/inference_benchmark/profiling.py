@@ -2,9 +2,7 @@
 they would slow; and the run that the scripts' profilers watch, without clock and gate."""
 
 import argparse
-import contextlib
 import dataclasses
-import io
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -15,13 +13,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile
 
+from labs import shared
 from labs.group import Group
-from labs.inference_benchmark import measure, networks, request, show, single
+from labs.inference_benchmark import measure, networks, request, single
 from labs.inference_benchmark.measure import Bench, Inference, Learning
 from labs.inference_benchmark.modes import Setting
-from labs.inference_benchmark.show import RULE, Say
+from labs.inference_benchmark.single import RULE, Say
 from workshop import records, results
 from workshop.arguments import parse
 from workshop.labs import LabRun
@@ -35,8 +34,8 @@ from workshop.run.timing import StepClock
 
 ITERATIONS = 5
 """Profiled for the tables."""
-WAIT, WARM_UP, ACTIVE = 1, 2, 2
-"""Iterations of a trace: skipped, run to warm the profiler up, recorded."""
+SKIPPED, RECORDED = 3, 2
+"""Iterations of a trace."""
 ROWS, NAME_WIDTH = 10, 36
 _OF_THE_RUNNER = {
     "output_dir": "--output-dir",
@@ -46,21 +45,17 @@ _OF_THE_RUNNER = {
 _Run = Callable[[markers.Range], object]
 
 
-def _activities(bench: Bench) -> list[ProfilerActivity]:
-    on_gpu = bench.setting.device.type == "cuda"
-    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-
-
 # --- tables and traces ---------------------------------------------------------------------------
 
 
 def tables(bench: Bench, say: Say) -> None:
     """Operations by CPU time, by GPU time and by memory, of a few iterations."""
-    with profile(activities=_activities(bench), profile_memory=True) as profiler:
+    on_gpu = bench.setting.device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+    with profile(activities=activities, profile_memory=True) as profiler:
         for index in range(ITERATIONS):
             bench.iteration(index)
         measure.wait(bench.setting.device)
-    on_gpu = bench.setting.device.type == "cuda"
     by_name = profiler.key_averages()
     for line in (RULE, f"PyTorch Profiler Results ({ITERATIONS} iterations):", RULE):
         say(line)
@@ -81,16 +76,17 @@ def trace(bench: Bench, folder: Path, group: Group, say: Say) -> None:
     """Writes a trace of this process and its record, and prints the command that shows it."""
     rank = f"_rank{group.rank}" if group.size > 1 else ""
     place = results.prepare_folder(folder / "traces" / bench.run.session)
-    path = place / f"trace{WAIT + WARM_UP + ACTIVE}{rank}.json"
-    plan = schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
-    with profile(activities=_activities(bench), schedule=plan, record_shapes=True) as profiler:
-        for index in range(WAIT + WARM_UP + ACTIVE):
+    path = place / f"trace{SKIPPED + RECORDED}{rank}.json"
+
+    def steps() -> Iterator[int]:
+        for index in range(SKIPPED + RECORDED):
             bench.iteration(index)
             measure.wait(bench.setting.device)
-            if index < WAIT + WARM_UP + ACTIVE - 1:  # the last one would start a new cycle
-                profiler.step()
-    with results.atomic_path(path) as temporary:
-        profiler.export_chrome_trace(str(temporary))
+            yield index
+
+    shared.record_trace(
+        bench.setting.device, steps(), path, skipped=SKIPPED, recorded=RECORDED, shapes=True
+    )
     if group.is_first:  # `advise` reads the record of this process's part with the trace
         batch = bench.setting.batch_size
         flops = (bench.run.flops_per_step or 0.0) * batch / bench.run.units_per_step
@@ -105,7 +101,7 @@ def trace(bench: Bench, folder: Path, group: Group, say: Say) -> None:
 
 def flops(bench: Bench, step: int, group: Group, say: Say) -> None:
     """Operations, parameters and times of each layer of the whole batch, by PyTorch's counter in
-    the layout of DeepSpeed's profiler; then by that one where it is installed.
+    the layout of DeepSpeed's profiler.
 
     The network runs operation by operation here: no profiler sees into a compiled one.
     """
@@ -115,24 +111,6 @@ def flops(bench: Bench, step: int, group: Group, say: Say) -> None:
     for line in (RULE, "FLOPS Profiler Output (PyTorch's counter):", RULE):
         say(line)
     for line in _report(bench, step, group, latencies):
-        say(line)
-    try:
-        from deepspeed.profiling.flops_profiler import FlopsProfiler
-    except Exception as error:  # it looks for compilers and devices while it is imported
-        missing = isinstance(error, ModuleNotFoundError) and error.name == "deepspeed"
-        why = "is not installed" if missing else f"can't be imported: {error!r:.100}"
-        say(f"DeepSpeed {why}")
-        return
-    profiler = FlopsProfiler(bench.model)
-    profiler.start_profile()
-    with torch.no_grad():
-        bench.model.eval()(images)
-    profiler.stop_profile()
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        profiler.print_model_profile(profile_step=step)
-    profiler.end_profile()
-    title = (RULE, "DeepSpeed FLOPS Profiler Output:", RULE)
-    for line in (*title, *printed.getvalue().splitlines()):
         say(line)
 
 
@@ -298,7 +276,7 @@ def prepare(arguments: argparse.Namespace, device: torch.device, range_: markers
     record = single.new_run(arguments, network, variant, device)
     record.status = "profiled"
     record.options["num_steps"] = arguments.profile_steps
-    show.configuration(print, arguments, setting, variant, Group())
+    single.configuration(print, arguments, setting, variant, Group())
     training = arguments.mode == "training"
     bench = measure.make_bench(setting, variant, record, training)
     work = (Learning if training else Inference)(setting, variant, bench.model)

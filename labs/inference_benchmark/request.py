@@ -2,19 +2,23 @@
 
 import argparse
 import ast
+import os
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from labs import shared
-from labs.inference_benchmark import group as groups
+from labs.group import VARIABLES, Group, device_name, find_group
 from labs.inference_benchmark import modes, networks
 from labs.inference_benchmark.modes import Variant
 from workshop import errors, results
 from workshop.arguments import count
 from workshop.errors import WorkshopError
+from workshop.run import hardware
 
 LAB = "inference_benchmark"
 OUTPUT_DIR = results.DEFAULT_FOLDER / LAB
@@ -36,17 +40,20 @@ gradients. Training is forward, loss, backward and SGD, with fp32 weights at eve
     python micro_benchmarking_pytorch.py --network resnet50 --compare precision
     torchrun --nproc-per-node 2 micro_benchmarking_pytorch.py --network resnet50 --batch-size 128
 """
+STUDIES = ("--network all", "--compare", "--ladder", "--find-max-batch")
+ONE_RUN = ("--autograd-profiler", "--autograd_profiler", "--kineto", "--flops-prof-step",
+           "--dataparallel", "--peer", "several processes")  # fmt: skip
+"""Those that do not go with a study or a profile."""
+NO_PEER = ("--mode training", "--fold-norms", "--cuda-graph", "--export", "--flops-prof-step",
+           "--dataparallel", "several processes")  # fmt: skip
+VARIANTS = ("--precision", "--compile", "--channels-last", "--fold-norms", "--fuse-relus",
+            "--cuda-graph", "--export")  # fmt: skip
 Add = Callable[..., Any]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"networks: {' '.join(networks.NAMES)}; and any other classification or "
-        "segmentation network of torchvision.\n\nExit status: 0 done, 1 the gate failed or memory "
-        "ran out, 2 wrong usage, 77 something is\nmissing on this machine, 130 interrupted.",
-    )
+    more = f"networks: {' '.join(networks.NAMES)}; and any other of torchvision.\n\n"
+    parser = shared.new_parser(DESCRIPTION, "the gate failed or memory ran out", more)
     add = parser.add_argument
     number = partial(add, type=count, metavar="N")
     add("--network", required=True, metavar="NAME", help="see below; all: a table of all of them")
@@ -119,7 +126,6 @@ def _add_processes(add: Add) -> None:
     add("--device_ids", metavar="0,1", help="GPUs, by number")
     add("--rank", type=int, default=0, metavar="N", help="this process's number (default 0)")
     add("--world-size", type=count, default=1, metavar="N", help="all processes (default 1)")
-    add("--dist-backend", choices=("nccl", "gloo"), help="default: nccl on GPUs, else gloo")
     add("--dist-url", default=url, metavar="URL", help=f"where rank 0 listens (default {url})")
 
 
@@ -155,11 +161,8 @@ def variant_of(arguments: argparse.Namespace) -> Variant:
 
 def parse_context(text: str) -> dict[str, Any]:
     """torch.compile's arguments from `--compileContext`, a Python literal. 'True' and 'False' may
-    be texts, and options may have the names of MEANT.
-
-    Raises:
-        WorkshopError: no dict, or an argument, mode or option that torch.compile does not know.
-    """
+    be texts, and options may have the names of MEANT. Raises WorkshopError: no dict, or an
+    argument, mode or option that torch.compile does not know."""
 
     def truth(value: Any) -> Any:
         return {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
@@ -188,11 +191,20 @@ def check(arguments: argparse.Namespace) -> torch.device:
         WorkshopError: flags that do not go together, or that can't run on this device.
         NotOnThisMachine: a peer's package is missing.
     """
-    group, variant, step = groups.find(arguments), variant_of(arguments), arguments.flops_prof_step
+    group, variant, step = group_of(arguments), variant_of(arguments), arguments.flops_prof_step
     if arguments.network != ALL:
         networks.get_network(arguments.network)
     eager = variant.compile is None and not variant.cuda_graph and not variant.export
-    training, studies = arguments.mode == "training", arguments.compare or arguments.ladder
+    training, asked = arguments.mode == "training", _asked(arguments, group)
+    studies, no_peer, variants = (
+        [name for name in names if name in asked] for names in (STUDIES, NO_PEER, VARIANTS)
+    )
+    own = {"--network all", "--ladder"} & asked
+    refused: list[str] = []
+    if studies or arguments.profile_steps:
+        refused = [name for name in ONE_RUN if name in asked]
+        refused += studies if arguments.profile_steps else []
+    what = "a profiler" if arguments.profile_steps else "a study"
     rules: dict[str, object] = {
         "--dataparallel runs in eager mode: use torchrun, a process a GPU": (
             arguments.dataparallel and not eager
@@ -200,70 +212,119 @@ def check(arguments: argparse.Namespace) -> torch.device:
         f"--flops-prof-step {step}: it must be smaller than --iterations {arguments.iterations}, "
         "which counts from 0": step < 0 or (step and arguments.iterations <= step),
         "--jobs is for --network all, --compare and --ladder of inference": (
-            arguments.jobs > 1 and (training or not (studies or arguments.network == ALL))
+            arguments.jobs > 1 and (training or not {"--compare", *own} & asked)
         ),
         "--resume is for --network all": arguments.resume and arguments.network != ALL,
         f"--seed {arguments.seed}: it must lie between 0 and 2^62": (
             not 0 <= arguments.seed < 2**62
         ),
+        f"{', '.join(refused)} does not go with {what}: leave it out": refused,
+        f"{' and '.join(studies)}: one at a time": len(studies) > 1,
+        "--network all, --ladder and --compare peers are for --mode inference": (
+            training and (own or arguments.compare == "peers")
+        ),
+        f"{', '.join(variants)}: leave it out, --ladder and --network all have variants of their "
+        "own": own and variants,
+        f"--peer {variant.peer} is plain inference in one process: leave out "
+        f"{', '.join(no_peer)}": variant.peer and no_peer,
     }
-    if is_study(arguments) or arguments.profile_steps:
-        rules |= _of_several(arguments, group.size)
-    if variant.peer:
-        rules |= _of_a_peer(arguments, variant, group.size)
     shared.refuse(rules)
     if variant.peer:
         errors.require(variant.peer)
-    device = groups.device_of(group, arguments.device)
+    device = device_of(group, arguments.device)
     modes.check(variant, device, training=training)
     return device
 
 
-def _of_several(arguments: argparse.Namespace, world_size: int) -> dict[str, object]:
-    """Rules of a study, or a profile."""
-    studies = {
-        "--network all": arguments.network == ALL,
-        "--compare": arguments.compare,
-        "--ladder": arguments.ladder,
-        "--find-max-batch": arguments.find_max_batch,
-    }
-    of_one_run = {
-        "--autograd-profiler": arguments.autograd_profiler,
+def _asked(arguments: argparse.Namespace, group: Group) -> set[str]:
+    """The flags that were given a value, and what follows from several, in words."""
+    found = {f"--{name.replace('_', '-')}" for name, value in vars(arguments).items() if value}
+    words = {
         "--autograd_profiler": arguments.ranges,
-        "--kineto": arguments.kineto,
-        "--flops-prof-step": arguments.flops_prof_step,
-        "--dataparallel": arguments.dataparallel,
-        "--peer": arguments.peer,
-        "several processes": world_size > 1 or arguments.distributed_dataparallel,
-    }
-    what = "a profiler" if arguments.profile_steps else "a study"
-    refused = of_one_run | (studies if arguments.profile_steps else {})
-    given = [study for study, asked in studies.items() if asked]
-    has_own = arguments.ladder or arguments.network == ALL
-    of_a_variant = "precision compile channels_last fold_norms fuse_relus cuda_graph export".split()
-    return {
-        **{f"{flag} does not go with {what}: leave it out": asked
-           for flag, asked in refused.items()},
-        f"{' and '.join(given)}: one at a time": len(given) > 1,
-        "--network all, --ladder and --compare peers are for --mode inference": (
-            arguments.mode == "training" and (has_own or arguments.compare == "peers")
-        ),
-        **{f"--{name.replace('_', '-')}: leave it out, --ladder and --network all have variants "
-           "of their own": has_own and getattr(arguments, name) for name in of_a_variant},
-    }  # fmt: skip
-
-
-def _of_a_peer(
-    arguments: argparse.Namespace, variant: Variant, world_size: int
-) -> dict[str, object]:
-    refused = {
+        "--network all": arguments.network == ALL,
         "--mode training": arguments.mode == "training",
-        "--fold-norms": variant.fold,
-        "--cuda-graph": variant.cuda_graph,
-        "--export": variant.export,
-        "--flops-prof-step": arguments.flops_prof_step,
-        "--dataparallel": arguments.dataparallel,
-        "several processes": world_size > 1,
+        "several processes": group.size > 1 or arguments.distributed_dataparallel,
     }
-    given = ", ".join(name for name, value in refused.items() if value)
-    return {f"--peer {variant.peer} is plain inference in one process: leave out {given}": given}
+    return found | {name for name, holds in words.items() if holds}
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+
+def group_of(arguments: argparse.Namespace) -> Group:
+    """The group that torchrun has made, or that --rank and --world-size describe. Raises
+    WorkshopError: the rank is outside the group, the batch smaller than it, or there is another
+    number of GPUs."""
+    ids = _device_ids(arguments.device_ids)
+    rank, world_size = arguments.rank, arguments.world_size
+    # A cluster may set some of the variables; the flags count then.
+    group = find_group() if all(name in os.environ for name in VARIABLES[:3]) else Group()
+    if group.launched:
+        group = replace(group, gpus=_own(ids, group.local_rank, group.local_size))
+    elif arguments.distributed_dataparallel:
+        # A single number is this process's own: a list can't tell which machine it is of.
+        gpus = ids if len(ids) == 1 else _own(ids, rank, world_size)
+        # How many of them are on this machine is not known.
+        group = Group(rank, rank, world_size, 1, True, arguments.dist_url, gpus)
+    elif arguments.dataparallel:
+        group = Group(gpus=ids or tuple(range(torch.cuda.device_count())))
+    else:
+        group = Group(gpus=_own(ids, 0, 1))
+    rules = {
+        f"--rank {group.rank}: it must lie between 0 and --world-size": (
+            not 0 <= group.rank < group.size
+        ),
+        f"--rank {rank} --world-size {world_size}: they go with --distributed_dataparallel; "
+        "torchrun has its own": (rank, world_size) not in (
+            (0, 1), (group.rank, group.size)
+        ),
+        "--dataparallel is for one process and needs two GPUs or more: those of --device_ids, or "
+        "all": arguments.dataparallel and (group.size > 1 or len(group.gpus) < 2),
+        f"--batch-size {arguments.batch_size}: it is the batch of all {group.size} processes "
+        "together, so that each needs an image of its own": (
+            arguments.batch_size < group.size
+        ),
+    }  # fmt: skip
+    shared.refuse(rules)
+    return group
+
+
+def _device_ids(text: str | None) -> tuple[int, ...]:
+    """The GPUs of `--device_ids 0,1`; raises WorkshopError for other text, a GPU that is there
+    twice, and one that this machine does not have."""
+    words = [word.strip() for word in (text or "").split(",") if word.strip()]
+    ids = tuple(int(word) if word.isdecimal() else -1 for word in words)
+    count = torch.cuda.device_count() if ids else 0
+    shared.refuse({
+        f"--device_ids {text!r:.40}: give numbers of GPUs, as in 0,1": -1 in ids,
+        f"--device_ids {text}: it has a GPU twice": len(set(ids)) < len(ids),
+        f"--device_ids {text}: PyTorch sees {count} GPUs on this machine, numbered from 0": (
+            ids and max(ids) >= count
+        ),
+    })  # fmt: skip
+    return ids
+
+
+def _own(ids: tuple[int, ...], place: int, processes: int) -> tuple[int, ...]:
+    """The GPU of one of the processes that share a list; empty without a list."""
+    if ids and len(ids) != processes:
+        raise WorkshopError(
+            f"--device_ids {','.join(map(str, ids))}: give a GPU for each process, of which there "
+            f"are {processes} here; --dataparallel drives several GPUs from one process"
+        )
+    return ids[place : place + 1]
+
+
+def device_of(group: Group, name: str) -> torch.device:
+    """The process's own device: that of --device_ids, with `auto` the GPU of its local rank."""
+    shared.refuse({
+        f"--device {name}: --device_ids and --dataparallel have GPUs of their own; leave it out": (
+            group.gpus and name not in ("auto", "cuda")
+        ),
+        f"--device {name}: it is one GPU for {group.size} processes; give --device_ids": (
+            group.size > 1 and re.fullmatch(r"cuda:\d+", name)
+        ),
+    })  # fmt: skip
+    if group.gpus:
+        name = f"cuda:{group.gpus[0]}"
+    return hardware.get_device(device_name(group, name))

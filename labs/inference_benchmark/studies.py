@@ -4,7 +4,8 @@ import argparse
 import gc
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -51,26 +52,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compared(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
     """The variants of --compare, the baseline first; the other flags hold for all of them."""
-    common = _speed_flags(arguments, without=arguments.compare)
-    on_gpu = device.type == "cuda"
-    variants: list[Flags] = []
     if arguments.compare == "peers":
         return peers(single_precision(arguments), device)
-    if arguments.compare == "precision":
-        names = [name for name in ("fp32", "tf32", "bf16", "fp16") if _has(name, device)]
-        variants = [("--precision", name) for name in names]
-    elif arguments.compare == "memory-format":
-        variants = [(), ("--channels-last",)]
-    elif arguments.compare == "batch-size":
-        batches = GPU_BATCHES if on_gpu else CPU_BATCHES
-        variants = [("--batch-size", str(batch)) for batch in batches]
-    elif arguments.compile:
-        variants = [(), _compile_flags(arguments)]
+    common, on_gpu = _speed_flags(arguments, without=arguments.compare), device.type == "cuda"
+    if arguments.compile:
+        compiled = [_compile_flags(arguments)]
     else:  # on a CPU reduce-overhead is the default mode
-        modes_ = ["reduce-overhead", "max-autotune"] if on_gpu else ["max-autotune"]
-        contexts = [("--compileContext", f"{{'mode': '{mode}'}}") for mode in modes_]
-        variants = [(), ("--compile",), *(("--compile", *context) for context in contexts)]
-    return [(*common, *flags) for flags in variants]
+        contexts = ["{'mode': 'reduce-overhead'}"] * on_gpu + ["{'mode': 'max-autotune'}"]
+        compiled = [("--compile",), *(("--compile", "--compileContext", c) for c in contexts)]
+    precisions = (name for name in ("fp32", "tf32", "bf16", "fp16") if _has(name, device))
+    batches = GPU_BATCHES if on_gpu else CPU_BATCHES
+    variants: dict[str, list[Flags]] = {
+        "precision": [("--precision", name) for name in precisions],
+        "memory-format": [(), ("--channels-last",)],
+        "batch-size": [("--batch-size", str(batch)) for batch in batches],
+        "compile": [(), *compiled],
+    }
+    return [(*common, *flags) for flags in variants[arguments.compare]]
 
 
 def single_precision(arguments: argparse.Namespace) -> Flags:
@@ -201,47 +199,32 @@ def _plan(
 
 
 def _all_networks(arguments: argparse.Namespace, device: torch.device) -> int:
-    """Each network in half precision, as it is and as fast as it gets: a table, written anew after
-    each network."""
+    """Each network in half precision, as it is and as fast as it gets."""
     folder = results.prepare_folder(arguments.output_dir)
     variants = (("--precision", _half(device)), fastest(device))
-    names = _present(dict.fromkeys(networks.ALIASES.get(name, name) for name in networks.NAMES))
-    session, runs = results.new_session(), dict[str, list[LabRun]]()
+    session, done = results.new_session(), list[LabRun]()
     if arguments.resume:
-        session, runs = _resumed(arguments, device, folder, session)
-        print(f"Session {session}: {len(runs)} networks are complete")
+        session, done = _resumed(arguments, device, folder, session)
+        print(f"Session {session}: {len(done) // 2} networks are complete")
+    known = {run.options["network"] for run in done}
+    names = _present(dict.fromkeys(networks.ALIASES.get(name, name) for name in networks.NAMES))
     cases = [
         [*_common_flags(arguments), *variant, "--network", name]
         for name in names
-        if name not in runs
+        if name not in known
         for variant in variants
     ]
-    baseline = ""
 
     def plan(flags: list[str], repeat: int) -> studies.Plan:
         return _plan(flags, arguments, session, baseline)
 
+    baseline = ""
     if cases:
         baseline = plan(cases[0], 0).planned[0].variant
-    plain: dict[str, LabRun] = {}
-    try:
-        for run in shared.alternating(cases, 1, plan, arguments.jobs):
-            name = str(run.options["network"])
-            if name not in plain:
-                plain[name] = run
-                continue
-            runs[name] = [plain[name], run]
-            said = (f"{run.variant}: {shared.said(run, _outcome)}" for run in runs[name])
-            print(f"{len(runs)}/{len(names)} {name}: {'; '.join(said)}", flush=True)
-            _write_all(names, runs, folder)
-    except KeyboardInterrupt:
-        if not runs:
-            raise
-        print("interrupted: the table holds what was completed; --resume", file=sys.stderr)
-        return errors.INTERRUPTED
-    tables.print_tables([_write_all(names, runs, folder)])
-    print(f"Written: {folder / 'all_networks.md'}")
-    return shared.status_of(labs.build_rows(run for found in runs.values() for run in found))
+    runs, interrupted = shared.told(shared.alternating(cases, 1, plan, arguments.jobs), _outcome)
+    rows = labs.build_rows([*done, *runs])
+    shared.show([all_table(rows)], rows, folder / "all_networks.md")
+    return shared.status_of(rows, interrupted)
 
 
 def _present(names: Iterable[str]) -> list[str]:
@@ -258,9 +241,9 @@ def _present(names: Iterable[str]) -> list[str]:
 
 def _resumed(
     arguments: argparse.Namespace, device: torch.device, folder: Path, session: str
-) -> tuple[str, dict[str, list[LabRun]]]:
-    """The newest session of the same kind, or else the given one; its networks of which both runs
-    are complete. The other runs are deleted: their networks run again."""
+) -> tuple[str, list[LabRun]]:
+    """The newest session of the same kind, or else the given one; its runs of networks of which
+    both are complete. The others are deleted: their networks run again."""
     wanted = {
         "batch_size": arguments.batch_size, "mode": arguments.mode, "precision": _half(device)
     }  # fmt: skip
@@ -273,46 +256,38 @@ def _resumed(
         and run.device["name"] == hardware.device_name(device)
         and run.software == results.describe_software()
     ]
-    if not alike:
-        return session, {}
-    session = max(run.session for run in alike)
-    by_network: dict[str, list[LabRun]] = {}
-    for run in sorted(alike, key=lambda run: run.options["compile"] is not None):
-        if run.session == session:
-            by_network.setdefault(str(run.options["network"]), []).append(run)
-    complete = {
-        name: runs
-        for name, runs in by_network.items()
-        if [run.status for run in runs] == ["complete", "complete"]
-    }
-    stored = records.path_in(folder, session)
-    comparison = records.load(stored)
-    comparison.runs = [run for runs in complete.values() for run in runs]
-    comparison.write(stored)
-    return session, complete
+    session = max((run.session for run in alike), default=session)
+    own = [run for run in alike if run.session == session]
+    complete = Counter(run.options["network"] for run in own if run.status == "complete")
+    done = [run for run in own if complete[run.options["network"]] == 2]
+    if own:
+        stored = records.path_in(folder, session)
+        comparison = records.load(stored)
+        comparison.runs = [*done]
+        comparison.write(stored)
+    return session, done
 
 
-def _write_all(names: list[str], runs: dict[str, list[LabRun]], folder: Path) -> tables.Table:
-    pairs = [(name, *labs.build_rows(runs[name])) for name in names if name in runs]
-    table = all_table(pairs)  # type: ignore[arg-type]
-    results.write_text(folder / "all_networks.md", tables.markdown([table]))
-    return table
-
-
-def all_table(pairs: Sequence[tuple[str, LabRow, LabRow]]) -> tables.Table:
-    """A line for each network: plain, and as fast as it gets."""
-    lines = []
-    for name, plain, fast in pairs:
+def all_table(rows: Iterable[LabRow]) -> tables.Table:
+    """A line for each network whose two runs are there: plain, and as fast as it gets."""
+    by_network = defaultdict(list)
+    for row in rows:
+        by_network[str(row.first.options["network"])].append(row)
+    lines, notes, title = [], [], ""
+    for name, both in by_network.items():
+        if len(both) != 2:
+            continue
+        plain, fast = sorted(both, key=lambda row: row.first.options["compile"] is not None)
+        gain, first = labs.speedup(plain, fast), plain.first
         cells = [name, tables.number(plain.units_per_s, ",.0f"),
-                 tables.number(fast.units_per_s, ",.0f"),
-                 f"{fast.speedup.value:.2f}x" if fast.speedup else "-",
+                 tables.number(fast.units_per_s, ",.0f"), f"{gain.value:.2f}x" if gain else "-",
                  tables.number(fast.ceiling_share, ".1%"),
                  f"{plain.verdict}, {fast.verdict}"]  # fmt: skip
         lines.append(tables.Line(cells, "red" if plain.failed or fast.failed else None))
+        notes += [f"{name}: {row.note}" for row in (plain, fast) if row.note]
+        title = f"{first.units_per_step} images, {first.options['precision']}, "
+        title += str(first.device["name"])
     header = ("network", "plain images/s", "fast images/s", "speed-up", "of ceiling", "verdict")
-    notes = [f"{name}: {row.note}" for name, *rows in pairs for row in rows if row.note]
-    first = pairs[0][1].first
-    title = f"{first.units_per_step} images, {first.options['precision']}, {first.device['name']}"
     return tables.Table(title, header, lines, notes, left=(0, 5))
 
 

@@ -7,7 +7,6 @@ finished: a folder without `.partial` is complete.
 """
 
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
+from labs import group as groups
+from labs import shared
 from labs.group import Group
-from labs.scale_out import group as groups
 from labs.scale_out.request import Job
 from labs.scale_out.strategies import Strategy
 from workshop import results
@@ -49,11 +49,8 @@ class Checkpoint:
 
 def start(job: Job, settings: dict[str, Any]) -> Checkpoint | None:
     """The checkpoint to continue from, the same for all processes; None to start at the first step.
-
-    Raises:
-        WorkshopError: there is none, it does not fit, or it has all steps and this is no restart;
-            or the folder of a new training has checkpoints of another one.
-    """
+    Raises WorkshopError: there is none, it does not fit, or it has all steps and this is no
+    restart; or the folder of a new training has checkpoints of another one."""
     arguments, folder, group = job.arguments, job.arguments.checkpoints, job.group
     if not (arguments.resume or arguments.save_every):
         return None
@@ -88,29 +85,10 @@ def complete_ones(folder: Path) -> list[Path]:
 
 
 def _read(path: Path, settings: dict[str, Any]) -> Checkpoint:
-    """Reads a checkpoint's record; prints in which settings the training differs from it.
-
-    Raises:
-        WorkshopError: it is damaged, or of another model.
-    """
+    """Reads a checkpoint's record; raises WorkshopError: it is damaged, or of another model."""
     content = results.read_json(path / _RECORD)
-    saved = content["settings"]
-    for name, here in settings.items():
-        there = saved.get(name)
-        if name in ("version", "config") and there != here:
-            if isinstance(there, dict):
-                size = next(size for size in here if there.get(size) != here[size])
-                name, there, here = f"{name}: {size}", there.get(size), here[size]
-            raise WorkshopError(
-                f"--resume: {path} is of another model: {name} is {there} there, {here} here"
-            )
-        if there != here:
-            print(
-                f"note: {name} is {here}, in the checkpoint {there}: the losses will differ from "
-                "those of an uninterrupted training",
-                file=sys.stderr,
-            )
-    return Checkpoint(path, content["steps"], content["losses"], saved)
+    shared.compare_settings(f"--resume {path}", content["settings"], settings)
+    return Checkpoint(path, content["steps"], content["losses"], content["settings"])
 
 
 def save(
@@ -121,11 +99,8 @@ def save(
     losses: list[float],
     settings: dict[str, Any],
 ) -> None:
-    """Saves a checkpoint. All processes have to call it.
-
-    Raises:
-        WorkshopError: it can't be written. Older ones are kept.
-    """
+    """Saves a checkpoint. All processes have to call it. Raises WorkshopError: it can't be written.
+    Older ones are kept."""
     complete = folder / f"step_{steps:08}"
     partial = complete.with_name(complete.name + _PARTIAL)
     if group.is_first:
@@ -144,11 +119,8 @@ def save(
 
 
 def load(checkpoint: Checkpoint, strategy: Strategy) -> None:
-    """Loads a checkpoint's weights and moments into a prepared strategy.
-
-    Raises:
-        WorkshopError: it is damaged.
-    """
+    """Loads a checkpoint's weights and moments into a prepared strategy. Raises WorkshopError: it
+    is damaged."""
 
     def fill(state: dict[str, Tensor]) -> None:
         with _failure_as(f"--resume: {checkpoint.folder} can't be read"):

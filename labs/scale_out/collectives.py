@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labs import group as groups
 from labs import shared
 from labs.group import Group, device_name, find_group, of_all
-from labs.scale_out import group as groups
 from labs.scale_out.request import LAB
 from workshop import errors, records, results
 from workshop.arguments import count, parse

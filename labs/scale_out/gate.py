@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labs import group as groups
 from labs.group import Group, of_all
-from labs.scale_out import group as groups
 from labs.scale_out.request import Job
 from labs.scale_out.strategies import Strategy
 from workshop.errors import OutOfMemory
@@ -81,7 +81,7 @@ class Gate:
     def judge(self, ask: Callable[..., Message]) -> ParityReport:
         """Asks for each part; ends with the first that fails. Raises OutOfMemory: V1 has none."""
         settings = self.settings()
-        report = parity.new_report(settings[""])
+        report = ParityReport(settings[""])
         keep = functools.partial(wire.sketched, seed=self.seed)
         for where, setting in settings.items():
             shape = {"batch_size": setting.batch_size, "seq_len": setting.seq_len}

@@ -8,14 +8,16 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from labs.group import of_all
-from labs.scale_out import audit, checkpoints, gate, trace
-from labs.scale_out import group as groups
+from labs import group as groups
+from labs import shared
+from labs.group import Group, of_all
+from labs.scale_out import audit, checkpoints, gate
 from labs.scale_out import request as requests
 from labs.scale_out.checkpoints import Checkpoint
 from labs.scale_out.request import Job
@@ -25,6 +27,8 @@ from workshop.gate import canonical
 from workshop.gate.audit import summary
 from workshop.judge import lab_record
 from workshop.labs import LabRun
+from workshop.profilers import kineto
+from workshop.profilers.step_time import Communication
 from workshop.results import FAIL, NOT_AUDITED, PASS
 from workshop.run import flops, markers, presets, startup, trainer
 from workshop.run.timing import StepClock, median, spread
@@ -55,7 +59,7 @@ def _prove_and_train(job: Job) -> int:
     whole = audit.Round(setting, batches[: asked.schedule.steps], arguments.learning_rate)
     job.turn.check = audit.Check(whole, gate.Gate.of(job))
     request.print_configuration(asked, data)
-    request.print_lines([("processes", f"{group.size}, {arguments.strategy}, {_parts(job)}")])
+    request.print_lines({"processes": f"{group.size}, {arguments.strategy}, {_parts(job)}"})
     if start and start.steps >= asked.schedule.steps:
         record.losses, record.status = results.finite(start.losses), "interrupted"
         record.error = "trained by an attempt that ended before it wrote its result: no times"
@@ -79,7 +83,7 @@ def _prove_and_train(job: Job) -> int:
     record.error = record.audit.why or None
     trained = None if record.audit.why else audit.record(job, strategy)
     if arguments.trace and group.size > 1:
-        record.metrics |= trace.record(training, group, arguments.trace)
+        record.metrics |= record_trace(training, group, arguments.trace)
     del strategy, training  # V1 needs their memory
     _release_memory()
     if trained:
@@ -156,8 +160,8 @@ def _settings(job: Job, data: dict[str, str | int]) -> dict[str, Any]:
     """The settings on which the training's losses depend, except for roundings."""
     asked = job.asked
     return {
-        "version": asked.version.key,
-        "config": dataclasses.asdict(asked.config),
+        "model": asked.version.key,
+        **{f"model: {name}": size for name, size in dataclasses.asdict(asked.config).items()},
         "batch_size": asked.batch_size,
         "seq_len": asked.seq_len,
         "learning_rate": job.arguments.learning_rate,
@@ -266,6 +270,44 @@ class Training(trainer.Runner):
             )
 
 
+# --- communication --------------------------------------------------------------------------------
+
+
+WARM_UP, STEPS = 2, 5
+"""Steps before the recorded ones, and recorded steps."""
+
+
+def record_trace(training: Training, group: Group, target: Path) -> dict[str, float]:
+    """Profiles some more steps of all processes, whose clock has stopped; writes rank 0's trace.
+
+    Returns:
+        `shares` of that trace. Profiling slows the host, which makes these times longer.
+    """
+
+    def steps() -> Iterator[int]:
+        for done in range(1, WARM_UP + STEPS + 1):
+            training.once_more(markers.for_torch_profiler)
+            if done == WARM_UP:
+                training.wait()  # or kernels of these steps would be recorded as well
+            yield done
+
+    own = target if group.is_first else None
+    shared.record_trace(training.device, steps(), own, skipped=WARM_UP, recorded=STEPS)
+    found = shares(kineto.read_communication(target)) if group.is_first else {}
+    return groups.of_first(found)
+
+
+def shares(steps: list[Communication]) -> dict[str, float]:
+    """Over all steps: `communication_share`, `hidden_share` of that, `profiled_ms` a step."""
+    whole, ns = (sum(getattr(step, name) for step in steps) for name in ("step_ns", "ns"))
+    hidden = sum(step.hidden_ns for step in steps)
+    return {
+        "communication_share": ns / whole,
+        "hidden_share": hidden / ns if ns else 0.0,
+        "profiled_ms": whole / len(steps) / 1e6,
+    }
+
+
 # --- the result ----------------------------------------------------------------------------------
 
 
@@ -347,13 +389,13 @@ def _print_summary(record: LabRun) -> None:
     ms, peak = median(record.step_ms), record.memory_mb.get("peak")
     check = record.audit if record.gate.status == "pass" else record.gate
     print("Summary")
-    request.print_lines([
-        ("speed", f"{record.units_per_step / ms * 1e3:,.0f} tokens/s of all processes"),
-        ("step", f"{ms:.2f} ms (median of {len(record.step_ms)}, half within "
-                 f"{spread(record.step_ms):.1%})"),
-        ("loss", f"{request.first_and_last(record.losses)}, of all processes"),
-        *([("memory", f"{peak:,.0f} MB peak a GPU")] if peak else []),
-        ("verdict", VERDICTS[check.status]),
-    ])  # fmt: skip
+    request.print_lines({
+        "speed": f"{record.units_per_step / ms * 1e3:,.0f} tokens/s of all processes",
+        "step": f"{ms:.2f} ms (median of {len(record.step_ms)}, half within "
+                f"{spread(record.step_ms):.1%})",
+        "loss": f"{request.first_and_last(record.losses)}, of all processes",
+        "memory": f"{peak:,.0f} MB peak a GPU" if peak else "",
+        "verdict": VERDICTS[check.status],
+    })  # fmt: skip
     for sentence in record.plausibility:
         print(f"  IMPLAUSIBLE: {sentence}")

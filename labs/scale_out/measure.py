@@ -30,8 +30,8 @@ if __name__ == "__main__":
 import torch
 
 from labs import shared
-from labs.group import Group
-from labs.scale_out import audit, collectives, gate, loop, request, scaling, strategies
+from labs.group import Group, launcher
+from labs.scale_out import audit, collectives, documents, gate, loop, request, strategies
 from labs.scale_out.request import Job
 from workshop import errors, labs, records, results, versions
 from workshop.arguments import argument, count, option, parse, parser_of
@@ -99,11 +99,8 @@ class Study:
         return [str(PROGRAM), *self.flags, *words, "--device", self.device.type]
 
     def job(self, case: Case) -> Job:
-        """A group's job as the judge knows it, without the version's code.
-
-        Raises:
-            NotOnThisMachine: it can't run here.
-        """
+        """A group's job as the judge knows it, without the version's code. Raises NotOnThisMachine:
+        it can't run here."""
         version, strategy, _ = case.training
         errors.require(*strategies.packages(strategy))
         if problem := versions.missing(versions.get_version(version)):
@@ -165,11 +162,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def training(word: str) -> Training:
-    """Reads VERSION:STRATEGY, and :graph after a strategy that can be captured.
-
-    Raises:
-        WorkshopError: the word has another form, or names something unknown.
-    """
+    """Reads VERSION:STRATEGY, and :graph after a strategy that can be captured. Raises
+    WorkshopError: the word has another form, or names something unknown."""
     found = re.fullmatch(r"(\w+):([\w-]+)(:graph)?", word)
     version, strategy, graph = found.groups() if found else ("", "", None)
     possible = strategies.CAPTURED if graph else strategies.NAMES
@@ -210,7 +204,7 @@ def measure(arguments: argparse.Namespace) -> int:
         _, interrupted = shared.told(measured, lambda run: shared.ms_and_gate(run, "a step"))
     runs = records.load_runs(stored, LabRun)  # with those of earlier commands
     rows = [row for group in labs.newest(runs) for row in group]
-    shared.show(scaling.tables_of(rows), rows, folder / "scaling.md")
+    shared.show(documents.tables_of(rows), rows, folder / "scaling.md")
     return shared.status_of(rows, interrupted)
 
 
@@ -223,11 +217,8 @@ def _sizes(asked: list[int] | None, device: torch.device) -> list[int]:
 
 def cases(arguments: argparse.Namespace, device: torch.device, sizes: Sequence[int]) -> list[Case]:
     """All cases; one process comes before those that are compared with it. Strong scaling is left
-    out, with a note, where the processes can't share a preset's batch.
-
-    Raises:
-        WorkshopError: a training is unknown, or the processes can't share --batch-size.
-    """
+    out, with a note, where the processes can't share a preset's batch. Raises WorkshopError: a
+    training is unknown, or the processes can't share --batch-size."""
     configs = arguments.config or (["tiny"] if device.type == "cpu" else ["medium", "large"])
     found, notes = dict[Case, None](), dict[str, None]()
     for config in configs:
@@ -315,12 +306,6 @@ def _check(study: Study, job: Job, source: Source, repeat: int) -> audit.Check:
         rounds[repeat] = audit.Round(setting, batches, rate, rounds.get(0))
     before = None if job.arguments.no_gate else gate.Gate.of(job)
     return audit.Check(rounds[repeat], before, steps.warmup)
-
-
-def launcher(size: int) -> list[str]:
-    """The command that starts `size` processes; 0 is one process without a launcher."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    return [sys.executable, *(torchrun if size else ())]
 
 
 def _plan_collectives(study: Study, size: int) -> studies.Plan:

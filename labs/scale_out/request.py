@@ -113,11 +113,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read(words: Sequence[str] | None) -> Job:
-    """The job of a command line, in a process that a launcher has started.
-
-    Raises:
-        WorkshopError: as `check`, or the launcher has not set what it should.
-    """
+    """The job of a command line, in a process that a launcher has started. Raises WorkshopError: as
+    `check`, or the launcher has not set what it should."""
     arguments = parse(build_parser(), words)
     group = find_group()
     errors.require(*strategies.packages(arguments.strategy))

@@ -1,8 +1,8 @@
 """Trains a version of Tiny-LLaMA in several processes: DDP, FSDP2 or DeepSpeed's ZeRO.
 
-request.py has the flags, group.py the processes, strategies.py the engines and the step, loop.py
-the training, checkpoints.py the files, gate.py the gate and audit.py the audit, which show that
-the processes train V1's model.
+request.py has the flags, labs/group.py the processes, strategies.py the engines and the step,
+loop.py the training, checkpoints.py the files, gate.py the gate and audit.py the audit, which show
+that the processes train V1's model.
 """
 
 import sys
@@ -15,7 +15,8 @@ if __name__ == "__main__":
 
     import_torch()
 
-from labs.scale_out import group, loop, request
+from labs import group
+from labs.scale_out import loop, request
 from workshop import errors
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from labs.text_generation.engines import HuggingFace
 from labs.text_generation.models import Loaded
 from labs.text_generation.prompts import Batch
+from workshop.gate.parity import Measure, as_recorded
 from workshop.judge import turn
 from workshop.judge.pipe import Closed, Message
 from workshop.judge.turn import Shown
@@ -89,6 +90,7 @@ class Check(turn.Check):
         model: Any = self.loaded.model
         reference = "Hugging Face's model, each prompt alone"
         allowed = LOOP * math.sqrt(model.config.num_hidden_layers) * self._precision.unit_roundoff
+        plain = math.nan
         if not self._plain_loop:
             loops = [(batch, _loop(self.loaded, batch, rows)) for batch, rows in chosen]
             plain = _worst(self.loaded, loops)
@@ -106,9 +108,7 @@ class Check(turn.Check):
             batch_size=sum(min(len(rows), MOST_PROMPTS) for _, rows in chosen),
             seq_len=max(len(row) for _, rows in chosen for row in rows),
             reference=reference,
-            measures={
-                "tokens": {"error": error if math.isfinite(error) else None, "allowed": allowed}
-            },
+            measures={"tokens": as_recorded(Measure(error, allowed, plain))},
         )
 
     def _rows(self, batch: Batch, told: Mapping[str, Tensor]) -> list[list[int]]:

@@ -34,7 +34,7 @@ from labs.text_generation.models import Loaded
 from labs.text_generation.prompts import Batch
 from workshop import errors, labs, records, results, tables
 from workshop.arguments import MOST, count, parse
-from workshop.errors import OutOfMemory, WorkshopError
+from workshop.errors import OutOfMemory
 from workshop.judge import lab_record
 from workshop.judge.turn import Turn
 from workshop.labs import LabRun
@@ -66,13 +66,8 @@ BETWEEN = "\n" + 40 * "-" + "\n"
 
 
 def build_parser(engine: str = "hf") -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [MODEL INPUT OUTPUT NUM_TOKENS TEMPERATURE] [flags]",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0 done, 1 the gate failed or memory ran out, 2 wrong usage, 77 "
-        "something is missing\non this machine, 130 interrupted.",
-    )
+    parser = shared.new_parser(DESCRIPTION, "the gate failed or memory ran out")
+    parser.usage = "%(prog)s [MODEL INPUT OUTPUT NUM_TOKENS TEMPERATURE] [flags]"
     add = parser.add_argument
     path, number = partial(add, type=Path, metavar="PATH"), partial(add, type=count, metavar="N")
     add("words", nargs="*", help=argparse.SUPPRESS)
@@ -146,9 +141,7 @@ def check(arguments: argparse.Namespace) -> None:
         "deepspeed":
             several and not a.tensor_parallel and a.engine != "deepspeed",
     }  # fmt: skip
-    for message, wrong in refused.items():
-        if wrong:
-            raise WorkshopError(message)
+    shared.refuse(refused)
 
 
 def main(argv: list[str] | None = None, engine: str = "hf") -> int:

@@ -32,6 +32,7 @@ if __name__ == "__main__":
 import torch
 
 from labs import shared
+from labs.group import launcher
 from labs.text_generation import export, gate, lm_gen, models, prompts
 from labs.text_generation.models import Loaded
 from workshop import errors, labs, results
@@ -93,12 +94,7 @@ class Study:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0 done, 1 a gate or a run failed, 2 wrong usage, 77 something "
-        "is missing on\nthis machine, 130 interrupted.",
-    )
+    parser = shared.new_parser(__doc__, "a gate or a run failed")
     add = parser.add_argument
     number = functools.partial(add, type=count, metavar="N")
     add("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="NAME",
@@ -246,9 +242,6 @@ def plan(study: Study, shape: Shape, kind: Kind) -> studies.Plan:
         variant=f"{precision.name}, {engine}" + f", {processes} processes" * (processes > 1),
         unit="tokens", units_per_step=batch, baseline=f"{precision.name}, {next(iter(ENGINES))}",
     )  # fmt: skip
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     loaded = _reference(model, study.device, "--load_in_8bit" in ENGINES[engine])
     rows = prompts.encode(make_prompts(batch, size, random.SystemRandom()), loaded, new)
     drawn = prompts.batches(rows, batch, loaded.pad)
@@ -260,7 +253,8 @@ def plan(study: Study, shape: Shape, kind: Kind) -> studies.Plan:
             raise Closed(f"the process told {len(times)} times of {new} tokens")
         run.step_ms = times[1:]  # the first is the pass over the prompts
 
-    return studies.Plan([*launcher, *command], [planned], study.folder, take_times, check)
+    words = [*launcher(processes if processes > 1 else 0), *command]
+    return studies.Plan(words, [planned], study.folder, take_times, check)
 
 
 # --- tables --------------------------------------------------------------------------------------

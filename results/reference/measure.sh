@@ -226,6 +226,7 @@ shift
 RAW=$(mktemp -d)
 trap 'rm -rf "$RAW"' EXIT
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 OTHERS=()
 for study in "$@"; do
   if [[ $study != scale_out ]]; then

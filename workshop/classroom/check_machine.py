@@ -36,14 +36,13 @@ from workshop.versions import ROOT, VERSIONS
 
 SCRIPTS = ROOT / "setup" / "validation_scripts"
 ENVIRONMENT, ROCM, PROFILERS = "test_environment", "test_rocm_installation", "test_profiling_tools"
-_FLAGS = {ENVIRONMENT: ["--compile"], ROCM: [], PROFILERS: []}
-"""The validation scripts, in the order in which they are run, and their flags."""
 _GATE = ("--config", "tiny", "--batch-size", "1", "--seq-len", "33")
 """A few tokens: V3's kernels may have to be interpreted."""
 _SECONDS = 400
 """Limit of a check: a kernel's first compilation, on a busy node."""
 PASS, FAIL, SKIPPED, UNTRIED = "pass", "FAIL", "skipped", "untried"
-_NAME = re.compile(r"\w[\w.-]{,63}", re.ASCII)
+_BUILDS = {"AMD": "ROCm", "NVIDIA": "CUDA"}
+"""PyTorch's build for the GPUs of a maker, whose name begins a profiler's purpose."""
 HEADER = ("machine", "", "device", "PyTorch", "gate", "profilers", "checked (UTC)")
 Rows = list[dict[str, Any]]
 """Rows of a validation script: what, found, version, purpose, remedy and needed of each thing."""
@@ -105,7 +104,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    name = machine_name(arguments.machine)
+    node = re.sub(r"[^\w.-]", "-", platform.node(), flags=re.ASCII).strip(".-")[:64]
+    name = arguments.machine or node or "machine"
+    if not re.fullmatch(r"\w[\w.-]{,63}", name, re.ASCII):
+        raise WorkshopError(f"--machine {printable(name)!r}: up to 64 letters, digits, . - and _")
     target = arguments.output_dir / f"{name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)  # before the checks, which take a minute
     machine = examine(name)
@@ -125,43 +127,25 @@ def _check(arguments: argparse.Namespace) -> int:
     return errors.ANSWER_IS_NO if machine.attention else errors.DONE
 
 
-def machine_name(wanted: str | None) -> str:
-    """A name that can be a file's: the one that is wanted, else the machine's.
-
-    Raises:
-        WorkshopError: the wanted one can't.
-    """
-    if wanted is None:
-        node = re.sub(r"[^\w.-]", "-", platform.node(), flags=re.ASCII)
-        return node.strip(".-")[:64] or "machine"
-    if not _NAME.fullmatch(wanted):
-        raise WorkshopError(
-            f"--machine {printable(wanted)!r}: letters, digits, dots, dashes and underscores, at "
-            "most 64, and a letter, digit or underscore first"
-        )
-    return wanted
-
-
 def examine(name: str) -> Machine:
     """Runs all checks on this machine, each in a process of its own, and says on stderr which."""
-    rows: dict[str, Rows] = {}
-    attention, absent = [], []
-    for script in _FLAGS:
-        _announce(script.removeprefix("test_").replace("_", " "))
-        rows[script], problem = _script_rows(script)
-        attention += [problem] if problem else []
+    attention: list[str] = []
+    rows = {script: _script_rows(script, attention) for script in (ENVIRONMENT, ROCM, PROFILERS)}
     found = {row["what"]: row for row in rows[ENVIRONMENT]}
     torch = found.get("torch", {"found": "no", "version": ""})
+    absent = []
     for row in (row for its in rows.values() for row in its):
         # As in "ncu (missing): Nsight Compute".
         sentence = f"{row['what']} ({row['version'] or 'missing'}): {row['remedy']}"
         if row["found"] == "BROKEN" or (row["found"] == "no" and row["needed"]):
             attention.append(sentence.removesuffix(": "))
-        elif row["found"] == "no" and _fits(row, torch["version"]):
-            absent.append(sentence.removesuffix(": "))
+        elif row["found"] == "no":
+            build = _BUILDS.get(row["purpose"].partition(":")[0], "")
+            # A profiler of another maker's GPU can't be here.
+            absent += [sentence.removesuffix(": ")] if build in torch["version"] else []
     versions = dict.fromkeys(VERSIONS, UNTRIED)
     for key in VERSIONS if torch["found"] == "yes" else ():
-        _announce(f"{key} on a small model")
+        print(f"checking {key} on a small model ...", file=sys.stderr, flush=True)
         versions[key], why = gate(key)
         if versions[key] != PASS:
             (absent if versions[key] == SKIPPED else attention).append(f"{key}: {why}")
@@ -181,43 +165,30 @@ def examine(name: str) -> Machine:
     )
 
 
-def _announce(what: str) -> None:
-    print(f"checking {what} ...", file=sys.stderr, flush=True)
-
-
-def _script_rows(script: str) -> tuple[Rows, str]:
-    """A validation script's rows; or why it gave no answer. Nothing, where it is not for this
-    machine."""
-    command = [sys.executable, str(SCRIPTS / f"{script}.py"), "--json", *_FLAGS[script]]
-    status, output, problem = _run(command)
+def _script_rows(script: str, attention: list[str]) -> Rows:
+    """A validation script's rows; none where it is not for this machine, or gave no answer, which
+    is noted."""
+    print(f"checking {script[5:].replace('_', ' ')} ...", file=sys.stderr, flush=True)
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), "--json"]
+    status, output, problem = _run([*command, *(["--compile"] if script == ENVIRONMENT else [])])
+    if script == ROCM and status == errors.NOT_ON_THIS_MACHINE:
+        return []
     try:
-        rows: Rows = json.loads(output)["rows"]
-    except (ValueError, KeyError, TypeError):
-        return [], f"{script}.py gave no answer: {problem or f'status {status}'}"
-    not_here = script == ROCM and status == errors.NOT_ON_THIS_MACHINE
-    return ([] if not_here else rows), ""
-
-
-def _fits(row: dict[str, Any], torch: str) -> bool:
-    """Whether it could be there: a profiler of another maker's GPU could not."""
-    builds = {"AMD": "ROCm", "NVIDIA": "CUDA"}
-    return builds.get(row["purpose"].partition(":")[0], "") in torch
+        return list(json.loads(output)["rows"])
+    except ValueError:
+        attention.append(f"{script}.py gave no answer: {problem or f'status {status}'}")
+        return []
 
 
 def _run(command: list[str]) -> tuple[int | None, str, str]:
     """A command's exit status, its output, and in a line why there is none or the last that it
     wrote on stderr."""
+    environment = os.environ | waiting.short_spin()
     try:
         process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | waiting.short_spin(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+            command, cwd=ROOT, env=environment, text=True, errors="replace",
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
     except OSError as error:
         return None, "", f"can't be started: {error.strerror}"
     try:
@@ -229,8 +200,7 @@ def _run(command: list[str]) -> tuple[int | None, str, str]:
         processes.kill_group(process)
     if process.returncode < 0:
         return process.returncode, output, f"ended by signal {-process.returncode}"
-    lines = [line for line in complaints.splitlines() if line.strip()]
-    return process.returncode, output, printable(lines[-1]) if lines else ""
+    return process.returncode, output, printable((complaints.strip().splitlines() or [""])[-1])
 
 
 def gate(key: str) -> tuple[str, str]:
@@ -248,15 +218,20 @@ def gate(key: str) -> tuple[str, str]:
 
 
 def _collect(arguments: argparse.Namespace) -> int:
-    machines, problems = read_all(arguments.collect)
+    folder, machines, problems = arguments.collect, [], []
+    for path in sorted(folder.glob("*.json"), key=_as_counted):
+        try:
+            machines.append(Machine(**json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError) as error:
+            problems.append(f"{path.name}: can't be read ({error}): check that machine again")
+    if not machines:
+        raise WorkshopError(
+            f"--collect {folder}: no machine's file in it: run on each machine "
+            f"`python -m workshop.classroom.check_machine --output-dir {folder}`"
+        )
     unseen = max(0, (arguments.expect or 0) - len(machines))
     if unseen:
         problems.append(f"{unseen} of {arguments.expect} machines left no file")
-    if not machines:
-        raise WorkshopError(
-            f"{arguments.collect}: no machine's file in it: run on each machine "
-            f"`python -m workshop.classroom.check_machine --output-dir {arguments.collect}`"
-        )
     rows = [
         (
             *(machine.name, "ATTENTION" if machine.attention else "ready", machine.device),
@@ -272,26 +247,9 @@ def _collect(arguments: argparse.Namespace) -> int:
     return errors.DONE if well else errors.ANSWER_IS_NO
 
 
-def read_all(folder: Path) -> tuple[list[Machine], list[str]]:
-    """The machines whose files are in a folder, sorted as a person counts (node2 before node10),
-    and what is wrong with files that can't be read, in sentences.
-
-    Raises:
-        WorkshopError: there is no such folder.
-    """
-    if not folder.is_dir():
-        raise WorkshopError(f"--collect {folder}: no such folder")
-    machines, problems = [], []
-    for path in sorted(folder.glob("*.json")):
-        try:
-            machines.append(Machine(**json.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, TypeError) as error:
-            problems.append(f"{path.name}: can't be read ({error}): check that machine again")
-    return sorted(machines, key=lambda machine: _counted(machine.name)), problems
-
-
-def _counted(name: str) -> list[tuple[int, str]]:
-    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
+def _as_counted(path: Path) -> list[tuple[str, int]]:
+    """Sorts node2 before node10."""
+    return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", path.stem)]
 
 
 def notes(machines: list[Machine], problems: list[str]) -> list[str]:
@@ -305,10 +263,10 @@ def notes(machines: list[Machine], problems: list[str]) -> list[str]:
         ("PyTorch", _by_value((machine.name, machine.torch) for machine in machines)),
     ):
         if len(groups) > 1:
-            where = "; ".join(f"{value} on {_named(names)}" for value, names in groups.items())
+            where = "; ".join(f"{value} on {', '.join(names)}" for value, names in groups.items())
             lines.append(f"not the same everywhere, {what}: {where}")
     absent = _by_value((machine.name, what) for machine in machines for what in machine.absent)
-    lines += [f"without {what} [{_named(names)}]" for what, names in absent.items()]
+    lines += [f"without {what} [{', '.join(names)}]" for what, names in absent.items()]
     return [printable(line) for line in lines]
 
 
@@ -318,11 +276,6 @@ def _by_value(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     for name, value in pairs:
         groups.setdefault(value, []).append(name)
     return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
-
-
-def _named(names: list[str], most: int = 6) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 if __name__ == "__main__":

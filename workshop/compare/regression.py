@@ -19,7 +19,6 @@ processes that scatter as recorded ones do; tests/test_regression.py repeats tha
 
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,13 +157,9 @@ class Key(NamedTuple):
         return (*size, list(ALL).index(self.version), self.variant, self.sizes)
 
 
-def _series(runs: Iterable[RunResult]) -> dict[Key, list[RunResult]]:
-    series = defaultdict(list)
-    for run in runs:
-        name = (run.version, rows.variant(run), run.config_name, run.precision)
-        sizes = tuple(sorted(run.config.items()))
-        series[Key(*name, run.batch_size, run.seq_len, sizes)].append(run)
-    return series
+def _key(run: RunResult) -> Key:
+    name = (run.version, rows.variant(run), run.config_name, run.precision)
+    return Key(*name, run.batch_size, run.seq_len, tuple(sorted(run.config.items())))
 
 
 def _newest(runs: Iterable[RunResult], like: RunResult | None = None) -> dict[Key, list[RunResult]]:
@@ -174,7 +169,7 @@ def _newest(runs: Iterable[RunResult], like: RunResult | None = None) -> dict[Ke
         return (like is None or not differing(like, run), run.session)
 
     newest = {}
-    for key, series in _series(runs).items():
+    for key, series in rows.grouped(runs, _key).items():
         session = max(series, key=order).session
         newest[key] = [run for run in series if run.session == session]
     return newest
@@ -182,7 +177,7 @@ def _newest(runs: Iterable[RunResult], like: RunResult | None = None) -> dict[Ke
 
 def repeats(runs: Iterable[RunResult]) -> int:
     """The most processes that a series has."""
-    return max(len(rows.steady(series)) for series in _series(runs).values())
+    return max(len(rows.steady(series)) for series in rows.grouped(runs, _key).values())
 
 
 def differing(before: RunResult, after: RunResult) -> list[str]:
@@ -200,19 +195,14 @@ def differing(before: RunResult, after: RunResult) -> list[str]:
 
 def _fitness(runs: list[RunResult]) -> tuple[str | None, str]:
     """FAILED or NOT_TIMED with the reason, or None for runs with proven times."""
-    for run in runs:
-        if run.refused:
-            check, failures = run.refused
-            return FAILED, f"{check} failed: {failures[0]}"
-        if run.status == "skipped":
-            return NOT_TIMED, f"skipped: {run.error}"
-        if run.error:
-            return FAILED, run.error
-    if all(run.gate.status != "pass" for run in runs):
+    row = rows.build_row(runs, [])
+    if row.failed:
+        return FAILED, row.note
+    if row.status != "timed":
+        return NOT_TIMED, f"{row.status}: {row.note}"
+    if row.parity != "pass":
         return FAILED, "gate not run: a time without a verdict"
-    if any(run.interpreted for run in runs):
-        return NOT_TIMED, "interpreted: Triton's interpreter ran its kernels"
-    return (None, "") if any(run.step_ms for run in runs) else (FAILED, "no timed step")
+    return None, ""
 
 
 # --- the check -----------------------------------------------------------------------------------
@@ -309,7 +299,7 @@ def check(
         threshold: the least change that is reported, 0.03 for 3%.
         force: compare other devices and software versions too.
     """
-    before, after = _series(baseline), _newest(runs, baseline[0])
+    before, after = rows.grouped(baseline, _key), _newest(runs, baseline[0])
     findings: list[Finding] = []
     compared: list[tuple[Finding, list[list[float]]]] = []
     for key in sorted({*before, *after}, key=lambda key: key.order):

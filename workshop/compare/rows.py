@@ -397,8 +397,8 @@ def _fill_times(row: Row, timed: list[RunResult]) -> None:
     for name in PHASE_TIMES:
         samples = [milliseconds for run in timed for milliseconds in getattr(run, name)]
         setattr(row, name, timing.median(samples) if samples else None)
-    work = flops.step_flops(model_sizes(timed[0].config), row.batch_size, row.seq_len)
-    row.tflops = work.total / (row.step_ms / 1e3) / 1e12
+    sizes = model_sizes(timed[0].config), row.batch_size, row.seq_len
+    row.tflops = flops.step_tflops(*sizes, row.step_ms)
 
 
 def _fill_speedup(row: Row, timed: list[RunResult], baseline: list[RunResult]) -> None:

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 import torch
 
 from workshop import versions
-from workshop.compare import rows, sessions
+from workshop.compare import rows, runner
 from workshop.compare.rows import Row
-from workshop.compare.sessions import Asked, Plan, Planned
+from workshop.compare.runner import Asked, Planned, VersionPlan
 from workshop.errors import NotOnThisMachine, WorkshopError, printable
-from workshop.gate import gate_size
 from workshop.results import MODEL_SIZES, MOST, Kind, RunResult, model_sizes
 from workshop.run import flops, hardware, interpreter, presets
 from workshop.run.memory import MB
@@ -57,7 +56,8 @@ AXES = {
 }
 ELLIPSIS = "..."
 LEEWAY = {"cuda": 1.1, "cpu": 0.8}
-"""By device, the share of the free memory that the predicted peak of a size may take."""
+"""By device, the share of the free memory that the predicted peak of a size may take: a GPU that
+runs out of memory reports it, a CPU's process is killed."""
 _MOST_SIZE = 2**31
 _OUT_OF_MEMORY = ("out of memory", "SIGKILL")
 _ROPE_TABLE = 2048
@@ -126,24 +126,22 @@ Kept = tuple[tuple[str, float], ...]
 number."""
 
 
-def _kept(axis: Axis, model: Mapping[str, float], batch_size: int, seq_len: int) -> Kept:
+def _kept(axis: Axis, model: Mapping[str, float], batch: RunResult | Preset) -> Kept:
     sizes = {name: float(model[name]) for name in MODEL_SIZES}
-    sizes |= {"batch_size": batch_size, "seq_len": seq_len}
+    sizes |= {"batch_size": batch.batch_size, "seq_len": batch.seq_len}
     if axis.field == "hidden_dim":
-        hidden = sizes.pop("hidden_dim")
-        heads, kv_heads = sizes.pop("num_heads"), sizes.pop("num_kv_heads")
-        sizes |= {"head size": hidden / heads, "heads to one of k and v": heads / kv_heads}
-        sizes["FFN to hidden"] = sizes.pop("intermediate_dim") / hidden
-    sizes.pop(axis.field, None)
-    return tuple(sorted(sizes.items()))
+        for name in ("num_heads", "num_kv_heads", "intermediate_dim"):
+            sizes[name] /= sizes["hidden_dim"]
+    del sizes[axis.field]
+    return tuple(sizes.items())
 
 
 def _kept_by(run: RunResult, axis: Axis) -> Kept:
-    return _kept(axis, run.config, run.batch_size, run.seq_len)
+    return _kept(axis, run.config, run)
 
 
 def _kept_by_preset(preset: Preset, axis: Axis) -> Kept:
-    return _kept(axis, preset.model(), preset.batch_size, preset.seq_len)
+    return _kept(axis, preset.model(), preset)
 
 
 # --- running -------------------------------------------------------------------------------------
@@ -156,7 +154,7 @@ def plan(asked: Asked, words: Sequence[str], session: str) -> Planned:
         WorkshopError: an invalid version, preset, precision, device, size or count.
         NotOnThisMachine: all of the versions would be interpreted.
     """
-    device, configs, precisions = sessions.check(asked)
+    device, configs, precisions = runner.check(asked)
     axis, sizes = parse(words)
     if len(sizes) < 2:
         raise WorkshopError(f"--sweep {axis.flag}: give two sizes or more")
@@ -172,24 +170,31 @@ def plan(asked: Asked, words: Sequence[str], session: str) -> Planned:
     skipped = [f"{key}: skipped: interpreted, it has no times to compare" for key in slow]
     free = hardware.free_memory_bytes(device)
 
-    def plans() -> Iterator[Plan]:
+    def plans() -> Iterator[VersionPlan]:
         for config, precision in itertools.product(configs, precisions):
             kept = _kept_by_preset(presets.get_preset(config), axis)
             left = keys
             for size in sizes:
                 runs = [
                     run
-                    for run in sessions.load_session(asked.output_dir, session)
+                    for run in runner.load_session(asked.output_dir, session)
                     if run.precision == precision and _kept_by(run, axis) == kept
                 ]
                 ended = {run.version for run in runs if out_of_memory(run)}
                 own = [
-                    _at(axis, size, Plan(key, config, precision, kind=KIND), runs, device, free)
+                    _at(
+                        axis,
+                        size,
+                        VersionPlan(key, config, precision, kind=KIND),
+                        runs,
+                        device,
+                        free,
+                    )
                     for key in left
                     if key not in ended
                 ]
                 left = [plan.version for plan in own if not plan.skipped]
-                yield from sessions.alternate(own, asked.repeats)
+                yield from runner.alternate(own, asked.repeats)
 
     total = len(configs) * len(precisions) * len(sizes) * len(keys) * asked.repeats
     return Planned(plans(), keys, total, skipped)
@@ -198,25 +203,17 @@ def plan(asked: Asked, words: Sequence[str], session: str) -> Planned:
 def _at(
     axis: Axis,
     size: int,
-    plan: Plan,
+    plan: VersionPlan,
     runs: list[RunResult],
     device: torch.device,
     free_bytes: int | None,
-) -> Plan:
+) -> VersionPlan:
     """The plan at one size; skipped if the smaller sizes' runs predict that it can't fit."""
     changes = sizes_at(axis, size, presets.get_preset(plan.config))
     plan = dataclasses.replace(plan, sizes=changes, name=f"{axis.flag} {size}")
-    if free_bytes is None:
-        return plan
     peaks = peaks_mb([run for run in runs if run.version == plan.version], axis)
-    # A GPU that runs out of memory reports it; a CPU's process is killed.
-    cautious = device.type == "cpu"
-    predicted_mb = predict(peaks, size, axis.degree, cautious=cautious)
-    if predicted_mb is None and cautious:
-        _, sizes = plan.shape()
-        shape = sizes["batch_size"], sizes["seq_len"]
-        predicted_mb = estimate_mb(plan.version, model_sizes(sizes), *shape)
-    free_mb = free_bytes / MB
+    predicted_mb = predict(peaks, size, axis.degree, upwards=device.type == "cpu")
+    free_mb = math.inf if free_bytes is None else free_bytes / MB
     if predicted_mb is None or predicted_mb <= LEEWAY[device.type] * free_mb:
         return plan
     why = f"not tried: predicted to take {predicted_mb:,.0f} MB of {free_mb:,.0f} MB free"
@@ -225,16 +222,6 @@ def _at(
 
 
 # --- memory --------------------------------------------------------------------------------------
-
-
-def estimate_mb(version: str, model: flops.Sizes, batch_size: int, seq_len: int) -> float:
-    """A rough estimate of a version's peak in fp32, in MB."""
-    numbers = gate_size.activations(model, batch_size, seq_len, scores=version == versions.BASELINE)
-    return _state_mb(model) + 4 * numbers / MB
-
-
-def _state_mb(model: flops.Sizes) -> float:
-    return flops.ADAMW_STATE_BYTES_PER_PARAMETER * flops.parameter_count(model) / MB
 
 
 def out_of_memory(run: RunResult) -> bool:
@@ -251,12 +238,13 @@ def peaks_mb(runs: Sequence[RunResult], axis: Axis) -> dict[float, float]:
             size = size_of(run, axis)
             peaks[size] = max(peaks.get(size, 0.0), float(run.memory_mb["peak"]))
     if peaks and axis.keeps_model:
-        peaks[0.0] = _state_mb(model_sizes(runs[0].config))
+        parameters = flops.parameter_count(model_sizes(runs[0].config))
+        peaks[0.0] = flops.ADAMW_STATE_BYTES_PER_PARAMETER * parameters / MB
     return dict(sorted(peaks.items()))
 
 
 def predict(
-    peaks: Mapping[float, float], size: float, degree: int, *, cautious: bool = False
+    peaks: Mapping[float, float], size: float, degree: int, *, upwards: bool = False
 ) -> float | None:
     """The peak at a larger size, in MB: the polynomial of `degree` through the last sizes, or a
     lower one where that would fall or they are too few; from one alone, its share. None if there
@@ -264,22 +252,22 @@ def predict(
 
     Args:
         peaks: by size, smallest first, as `peaks_mb` gives them.
-        cautious: with fewer measured sizes than the polynomial needs, assume that all growth is
-            that of the highest power, instead of the lowest growth that they allow.
+        upwards: with fewer sizes than the polynomial needs, assume that all memory grows with its
+            highest power.
     """
     points = list(peaks.items())
     if not points:
         return None
-    if cautious and sum(size > 0 for size in peaks) <= degree:
-        powers = [(x**degree, y) for x, y in points]
-        return max(points[-1][1], _through([(0.0, 0.0), *powers][-2:], size**degree))
+    last, peak = points[-1]
+    if upwards and sum(size > 0 for size in peaks) <= degree:
+        return peak * (size / last) ** degree
     if len(points) == 1:
-        return points[0][1] * size / points[0][0]
+        return peak * size / last
     for used in range(min(degree + 1, len(points)), 1, -1):
         value = _through(points[-used:], size)
-        if value >= points[-1][1]:
+        if value >= peak:
             return value
-    return points[-1][1]
+    return peak
 
 
 def _through(points: Sequence[tuple[float, float]], at: float) -> float:

@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from workshop.compare import rows, sessions
+from workshop.compare import rows, runner
 from workshop.compare.rows import Row
-from workshop.compare.sessions import Asked, Options, Plan, Planned
+from workshop.compare.runner import Asked, Options, Planned, VersionPlan
 from workshop.errors import WorkshopError, printable
 from workshop.results import Kind, RunResult
 from workshop.run import interpreter, presets, timing, trainer
@@ -138,7 +138,7 @@ def plan(asked: Asked, ends: Sequence[str]) -> tuple[Planned, Requested]:
     WorkshopError: an invalid version, preset, precision, device or count."""
     if asked.versions is not None:
         raise WorkshopError("--versions: name a waterfall's end after --waterfall, as in v3")
-    device, configs, precisions = sessions.check(asked)
+    device, configs, precisions = runner.check(asked)
     on_gpu, compiles = device.type == "cuda", trainer.missing_for_compile(device) is None
     requested = list(itertools.product(targets(ends, on_gpu), precisions))
     found = dict.fromkeys(
@@ -146,10 +146,10 @@ def plan(asked: Asked, ends: Sequence[str]) -> tuple[Planned, Requested]:
         for to, precision in requested
         for rung in rungs(to, precision, on_gpu=on_gpu, compiles=compiles)
     )
-    plans: list[Plan] = []
+    plans: list[VersionPlan] = []
     for config in configs:
         own = [
-            Plan(
+            VersionPlan(
                 rung.version,
                 config,
                 rung.precision,
@@ -161,7 +161,7 @@ def plan(asked: Asked, ends: Sequence[str]) -> tuple[Planned, Requested]:
             for rung in found
             if not rung.needs
         ]
-        plans += sessions.alternate(own, asked.repeats)
+        plans += runner.alternate(own, asked.repeats)
     skipped = dict.fromkeys(f"{r.version}, {r.title}: skipped: {r.needs}" for r in found if r.needs)
     return Planned.of(plans, skipped), requested
 

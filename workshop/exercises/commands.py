@@ -3,7 +3,6 @@
 import argparse
 import difflib
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,13 +27,22 @@ _TYPED = re.compile(r"python |\S+\.(sh|py)( |$)")
 
 
 def run(arguments: argparse.Namespace, root: Path) -> int:
-    """Runs one command; its exit status."""
-    progress = Progress(arguments.results_dir)
+    """Runs one command; its exit status.
+
+    Raises:
+        WorkshopError: there is no such exercise.
+    """
+    progress, sheets = Progress(arguments.results_dir), sheet.read_all(root)
     if arguments.command == "list":
-        return _show(_table(_sheets(root), progress))
+        return _show(_table(sheets, progress))
     if arguments.command == "progress":
-        return _show(_summary(_sheets(root), progress))
-    one = _find(arguments.name, root)
+        return _show(_summary(sheets, progress))
+    name, known = arguments.name, [one.name for one in sheets]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+        raise WorkshopError(f"no exercise is called {name!r}: {hint}")
+    one = sheets[known.index(name)]
     if arguments.command == "hint":
         return _show(_next_hint(one, progress))
     if arguments.command == "reset":
@@ -53,25 +61,7 @@ def run(arguments: argparse.Namespace, root: Path) -> int:
     progress.checked(one.name, sum(item.ok for item in outcome.items), len(outcome.items))
     if not outcome.passed:
         return errors.ANSWER_IS_NO
-    return _show(_what_comes_next(_sheets(root), progress, behind=one.name))
-
-
-def _sheets(root: Path) -> list[Sheet]:
-    """All exercises; the errors of sheets that can't be read go to stderr."""
-    sheets, problems = sheet.read_all(root)
-    for problem in problems:
-        print(f"warning: {problem}", file=sys.stderr)
-    return sheets
-
-
-def _find(name: str, root: Path) -> Sheet:
-    """Raises WorkshopError: there is no such exercise, or its sheet can't be read."""
-    folders = {folder.name: folder for folder in sheet.folders(root)}
-    if name not in folders:
-        near = difflib.get_close_matches(name, folders, n=1)
-        known = f"did you mean {near[0]}?" if near else f"known are {', '.join(folders)}"
-        raise WorkshopError(f"no exercise is called {name!r}: {known}")
-    return sheet.read(folders[name])
+    return _show(_what_comes_next(sheets, progress, behind=one.name))
 
 
 # --- output --------------------------------------------------------------------------------------

@@ -100,21 +100,15 @@ def folders(root: Path = ROOT) -> list[Path]:
     return sorted(path.parent for path in found if (path.parent / CHECK).is_file())
 
 
-def read_all(root: Path = ROOT) -> tuple[list[Sheet], list[str]]:
-    """All exercises in the order in which they are done, and what is wrong with the sheets that
-    can't be read, in sentences."""
-    sheets, problems = [], []
-    for folder in folders(root):
-        try:
-            sheets.append(read(folder))
-        except WorkshopError as error:
-            problems.append(str(error))
-    for first, second in itertools.pairwise(sorted(sheets, key=lambda one: one.name)):
-        if first.name == second.name:
-            problems.append(f"{first.folder} and {second.folder}: two exercises of one name")
+def read_all(root: Path = ROOT) -> list[Sheet]:
+    """All exercises in the order in which they are done.
+
+    Raises:
+        WorkshopError: a sheet's head is not as the tools need it.
+    """
     places = {name: place for place, name in enumerate(ORDER)}
     order = lambda one: (one.session, places.get(one.name, len(ORDER)), one.name)  # noqa: E731
-    return sorted(sheets, key=order), problems
+    return sorted(map(read, folders(root)), key=order)
 
 
 # --- the index, which `make docs` writes into the documents --------------------------------------

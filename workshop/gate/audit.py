@@ -327,30 +327,14 @@ def _distance(found: float | Tensor | None, true: float | Tensor) -> float:
 
 
 def _sentence(name: str, measure: Measure, found: Course, course: Course) -> str:
-    if name == "loss":
-        if len(found.losses) != len(course.losses):
-            return f"timed run: {len(found.losses)} steps, V1's {len(course.losses)}"
-        apart = ((found.losses - course.losses).abs() / course.losses).nan_to_num(nan=math.inf)
-        step = int(apart.argmax())
-        return (
-            f"timed run: loss {found.losses[step]:.4f} in step {step + 1}, "
-            f"V1's {course.losses[step]:.4f}"
-        )
-    what, _, tensor = name.partition(" of ")
-    if what == "fingerprint":
-        return (
-            f"timed run: its weights, when it said that it was done, are off V1's by "
-            f"{measure.error:.2%} of their movement, {measure.allowed:.2%} allowed"
-        )
-    if what == "movement":
-        return (
-            f"timed run: {tensor} moved by {found.distance.get(tensor, 0.0):.3g}, "
-            f"V1's by {course.distance[tensor]:.3g}"
-        )
-    return (
-        f"timed run: {name}: relative error {measure.error:.1e}, allowed {measure.allowed:.1e} "
-        f"(V1 has {measure.baseline:.1e})"
-    )
+    if name != "loss":
+        return f"timed run: {measure.sentence(name)}"
+    if len(found.losses) != len(course.losses):
+        return f"timed run: {len(found.losses)} steps, V1's {len(course.losses)}"
+    apart = ((found.losses - course.losses).abs() / course.losses).nan_to_num(nan=math.inf)
+    step = int(apart.argmax())
+    here, there = found.losses[step], course.losses[step]
+    return f"timed run: loss {here:.4f} in step {step + 1}, V1's {there:.4f}"
 
 
 def summary(audit: results.Audit) -> str:

@@ -80,14 +80,9 @@ def canonical_gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 def count_gradients(model: nn.Module) -> results.Gradients:
     """How many of V1's tensors, and of their weights, the last backward pass reached."""
-    weights, gradients = canonical_weights(model), canonical_gradients(model)
-    reached = [name for name, gradient in gradients.items() if is_gradient(gradient)]
-    return results.Gradients(
-        tensors_total=len(weights),
-        tensors_with_grad=len(reached),
-        params_total=sum(weight.numel() for weight in weights.values()),
-        params_with_grad=sum(weights[name].numel() for name in reached),
-    )
+    sizes = {name: weight.numel() for name, weight in canonical_weights(model).items()}
+    gradients = canonical_gradients(model)
+    return results.Gradients.of(sizes, [name for name in sizes if is_gradient(gradients[name])])
 
 
 def canonical_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -56,18 +56,13 @@ def bytes_needed(model: flops.Sizes, batch_size: int, seq_len: int, width: int) 
     in_version = width + 4 + movements + 6 * 4  # the two others' gradients stay
     state = 4 + 4 + max(in_reference, in_version)  # beside the two sets of weights that all load
     logits = batch_size * seq_len * model.vocab_size
-    numbers = activations(model, batch_size, seq_len, scores=True) + logits
+    numbers = activations(model, batch_size, seq_len) + logits
     return state * flops.parameter_count(model) + _MARGIN * width * numbers
 
 
-def activations(model: flops.Sizes, batch_size: int, seq_len: int, *, scores: bool) -> float:
-    """Numbers that a step keeps for its backward pass, as measured in fp32 on a CPU.
-
-    Args:
-        scores: whether the (T, T) scores are among them.
-    """
+def activations(model: flops.Sizes, batch_size: int, seq_len: int) -> float:
+    """Numbers that V1's step keeps for its backward pass, as measured in fp32 on a CPU."""
     tokens = batch_size * seq_len
     of_layer = tokens * (12 * model.hidden_dim + 3 * model.intermediate_dim)
-    if scores:
-        of_layer += batch_size * model.num_heads * seq_len**2
+    of_layer += batch_size * model.num_heads * seq_len**2
     return float(model.num_layers * of_layer + 3 * tokens * model.vocab_size)

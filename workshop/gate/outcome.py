@@ -61,6 +61,10 @@ class Setting:
         return torch.float32 if coarse else torch.float64
 
     @property
+    def reference_name(self) -> str:
+        return f"V1 in {str(self.reference_dtype).removeprefix('torch.')}"
+
+    @property
     def learning_rate(self) -> float:
         """The training run's rate: 7e-4, and beyond CURVE_WIDTH falling as the model grows wider.
 

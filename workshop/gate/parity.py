@@ -44,7 +44,6 @@ from torch import Tensor, nn
 from workshop import results, versions
 from workshop.gate.canonical import differing_defaults, is_gradient, load_canonical
 from workshop.gate.outcome import (
-    CURVE_STEPS,
     Build,
     ConfigureOptimizer,
     Outcome,
@@ -126,6 +125,12 @@ class Measure:
     def passed(self) -> bool:
         return self.error <= self.allowed  # False for NaN
 
+    def sentence(self, name: str) -> str:
+        return (
+            f"{name}: relative error {self.error:.1e}, allowed {self.allowed:.1e} "
+            f"(V1 at this precision has {self.baseline:.1e})"
+        )
+
 
 def as_recorded(measure: Measure) -> dict[str, float | str | None]:
     """A measure as a result file keeps it, with null for what is no number."""
@@ -141,12 +146,7 @@ def badness(measure: Measure) -> float:
 class ParityReport:
     """The gate's findings. `failures` are sentences; the list is empty if `passed`."""
 
-    precision: str
-    device: str
-    seed: int
-    batch_size: int
-    seq_len: int
-    reference: str
+    setting: Setting
     measures: dict[str, Measure] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     tensors_total: int = 0
@@ -177,35 +177,18 @@ class ParityReport:
         return results.Parity(
             status="pass" if self.passed else "fail",
             failures=self.failures,
-            batch_size=self.batch_size,
-            seq_len=self.seq_len,
-            reference=self.reference,
+            batch_size=self.setting.batch_size,
+            seq_len=self.setting.seq_len,
+            reference=self.setting.reference_name,
             measures={n: as_recorded(self.measures[n]) for n in names if n in self.measures},
         )
 
-    def hold(
-        self, name: str, error: float, baseline: float, floor: float, sentence: str = ""
-    ) -> None:
+    def hold(self, name: str, error: float, baseline: float, floor: float) -> None:
         """Adds a measure; where it is beyond what V1's own error and a floor allow, a failure."""
         measure = Measure(error, MULTIPLE * baseline + floor, baseline)
         self.measures[name] = measure
         if not measure.passed:
-            self.failures.append(
-                sentence
-                or f"{name}: relative error {error:.1e}, allowed {measure.allowed:.1e} "
-                f"(V1 at {self.precision} has {baseline:.1e})"
-            )
-
-
-def new_report(setting: Setting) -> ParityReport:
-    return ParityReport(
-        precision=setting.precision.name,
-        device=str(setting.device),
-        seed=setting.seed,
-        batch_size=setting.batch_size,
-        seq_len=setting.seq_len,
-        reference=f"V1 in {str(setting.reference_dtype).removeprefix('torch.')}",
-    )
+            self.failures.append(measure.sentence(name))
 
 
 # --- the check -----------------------------------------------------------------------------------
@@ -269,7 +252,7 @@ def check_model(
             compiled, it may take long.
     """
     optimizer = configure_optimizer or versions.load(versions.BASELINE).configure_optimizer
-    report = new_report(setting)
+    report = ParityReport(setting)
     for part in parts(setting):
         if report.passed and (build is not None or not part.where):
             found = answer(part, model, build, optimizer, cuda_graph=cuda_graph, notify=notify)
@@ -323,8 +306,8 @@ def add(
     if isinstance(found, list):
         report.failures += found
         return
-    own = new_report(part.setting)
-    compare(own, part.setting, Runs(reference, baseline, found))
+    own = ParityReport(part.setting)
+    compare(own, Runs(reference, baseline, found))
     if own.passed and found.float8_share < 1:
         own.failures.append(
             f"{found.float8_share:.1%} of the operations of the layers' products run in fp8: "
@@ -356,27 +339,27 @@ class Runs:
         return self.candidate, self.baseline
 
 
-def compare(report: ParityReport, setting: Setting, runs: Runs) -> None:
+def compare(report: ParityReport, runs: Runs) -> None:
     """Holds the candidate's outcome against V1's; adds measures and failures to the report."""
-    found, true = runs.candidate, runs.reference
+    found, true, in_fp32 = runs.candidate, runs.reference, report.setting.in_fp32
     report.tensors_total = len(true.gradients)
     report.tensors_with_grad = sum(map(is_gradient, found.gradients.values()))
     if found.logits_shape == true.logits_shape:
-        _compare_outputs(report, setting, runs)
+        _compare_outputs(report, runs)
     else:
         report.failures.append(f"logits are {found.logits_shape}, V1's {true.logits_shape}")
-    _compare_gradients(report, setting, runs)
-    if not setting.in_fp32:
-        _compare_scales(report, setting, runs)
+    _compare_gradients(report, runs)
+    if not in_fp32:
+        _compare_scales(report, runs)
     for name in sorted(found.gradients.keys() - true.gradients.keys()):
         report.failures.append(f"{name} is a parameter of its own, which V1 does not have")
-    _compare_movements(report, setting, runs)
-    if setting.in_fp32:
+    _compare_movements(report, runs)
+    if in_fp32:
         _compare_updates(report, runs)
 
 
-def _compare_outputs(report: ParityReport, setting: Setting, runs: Runs) -> None:
-    true = runs.reference.logits
+def _compare_outputs(report: ParityReport, runs: Runs) -> None:
+    setting, true = report.setting, runs.reference.logits
     error, own = (relative_rms(run.logits, true) for run in runs.both)
     report.hold("logits", error, own, 0.0)
     averaged = 1 / math.sqrt(setting.batch_size * setting.seq_len)
@@ -394,8 +377,8 @@ def _compare_outputs(report: ParityReport, setting: Setting, runs: Runs) -> None
         report.hold(name, error, max(own_error, own * averaged), LOSS_FLOOR)
 
 
-def _compare_gradients(report: ParityReport, setting: Setting, runs: Runs) -> None:
-    floor = ROUNDING_UNITS * setting.precision.unit_roundoff
+def _compare_gradients(report: ParityReport, runs: Runs) -> None:
+    floor = ROUNDING_UNITS * report.setting.precision.unit_roundoff
     # An infinite error of V1's own would allow anything.
     assert all(gradient is not None for gradient in runs.baseline.gradients.values())
     own_errors = {
@@ -417,7 +400,7 @@ def _compare_gradients(report: ParityReport, setting: Setting, runs: Runs) -> No
             )
 
 
-def _compare_scales(report: ParityReport, setting: Setting, runs: Runs) -> None:
+def _compare_scales(report: ParityReport, runs: Runs) -> None:
     """How much too long each gradient is, measured along the true one: a systematic error, which
     roundings hide in the size of the error, but hardly change in a sum over all elements."""
 
@@ -429,8 +412,9 @@ def _compare_scales(report: ParityReport, setting: Setting, runs: Runs) -> None:
         }
 
     found, own = map(excess, runs.both)
-    rounding = setting.precision.unit_roundoff
-    more = SCALE_MULTIPLE_FP8 - MULTIPLE if setting.precision.float8_recipe else 0.0
+    precision = report.setting.precision
+    rounding = precision.unit_roundoff
+    more = SCALE_MULTIPLE_FP8 - MULTIPLE if precision.float8_recipe else 0.0
     typical = _median(map(abs, own.values()))
     for name, too_long in found.items():
         of_v1 = max(abs(own[name]), typical)
@@ -440,28 +424,22 @@ def _compare_scales(report: ParityReport, setting: Setting, runs: Runs) -> None:
     report.hold("scale of all gradients", mean, mean_of_v1, ROUNDING_UNITS * rounding)
 
 
-def _compare_movements(report: ParityReport, setting: Setting, runs: Runs) -> None:
+def _compare_movements(report: ParityReport, runs: Runs) -> None:
     """How far training moves each weight, in any precision."""
+    setting = report.setting
     own_errors = {
         name: abs(runs.baseline.moved[name] / far - 1) for name, far in runs.reference.moved.items()
     }
     typical = _median(own_errors.values())
     for name, far in runs.reference.moved.items():
-        moved = runs.candidate.moved.get(name, 0.0)
         elements = setting.random_weights[name].numel()
         floor = MOVEMENT_FLOOR_FP32 if setting.in_fp32 else MOVEMENT_FLOOR
         if setting.precision.float8_recipe:
             floor += MOVEMENT_NOISE_FP8 / math.sqrt(elements)
         elif not setting.in_fp32:  # AdamW may move one whose gradient is all roundings not at all
             floor += 1 / elements
-        report.hold(
-            f"movement of {name}",
-            abs(moved / far - 1),
-            max(own_errors[name], typical),
-            floor,
-            f"{name} moved by {moved:.3g} of its size in {CURVE_STEPS} training steps, "
-            f"V1's by {far:.3g}",
-        )
+        error = abs(runs.candidate.moved.get(name, 0.0) / far - 1)
+        report.hold(f"movement of {name}", error, max(own_errors[name], typical), floor)
 
 
 def _compare_updates(report: ParityReport, runs: Runs) -> None:

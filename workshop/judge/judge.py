@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from workshop import results, versions
-from workshop.errors import printable
+from workshop.errors import WorkshopError, printable
 from workshop.gate import audit, parity, plausibility
 from workshop.gate.audit import Course
 from workshop.judge import wire
-from workshop.judge.cases import Case, Round
 from workshop.judge.pipe import Closed
-from workshop.judge.plans import LEARNING_RATE, Asked, Plan
-from workshop.judge.process import Hear, Process
+from workshop.judge.plans import LEARNING_RATE, Asked, VersionPlan
+from workshop.judge.process import Candidate, Hear
+from workshop.judge.references import References, Round
 from workshop.results import RunResult
 from workshop.run import flops, interpreter, timing
 
@@ -36,13 +36,13 @@ PHASES_WITHIN = 0.2, 2.0
 H200, of 400 runs, 0.68 to 1.39."""
 
 
-class Candidate:
-    """A process that is judged."""
+class VersionProcess(Candidate):
+    """The process of a version that is judged."""
 
     def __init__(
         self,
-        plan: Plan,
-        case: Case,
+        plan: VersionPlan,
+        references: References,
         round_: Round,
         asked: Asked,
         result: RunResult,
@@ -50,7 +50,7 @@ class Candidate:
         hear: Hear,
     ) -> None:
         """`result` is the record that it will fill."""
-        self.plan, self.case, self.round, self.result = plan, case, round_, result
+        self.plan, self.references, self.round, self.result = plan, references, round_, result
         self._schedule = plan.schedule(asked)
         self.course: Course | None = None
         """Its timed run, to be compared."""
@@ -60,10 +60,7 @@ class Candidate:
         command += ["--device", asked.device, "--data", asked.data]
         command += ["--seed", str(asked.seed), "--compile", str(result.options["compile"])]
         command.append("--cuda-graph" if result.options["cuda_graph"] else "--no-cuda-graph")
-        self._process = Process([*command, "--candidate"], environment, hear)
-
-    def stop(self) -> None:
-        self._process.stop()
+        super().__init__(command, environment, hear)
 
     @property
     def stderr(self) -> list[str]:
@@ -71,36 +68,35 @@ class Candidate:
 
     # --- what it is asked ---
 
-    def prepare(self) -> None:
-        """Has it pass the gate, in its first run, and train the warm-up: then it waits, stopped, so
-        that it takes nothing from those that are timed before it."""
-        setting = self.case.setting
-        try:
-            self._process.ask(
-                "build",
-                config=dataclasses.asdict(setting.config),
-                batch_size=setting.batch_size,
-                seq_len=setting.seq_len,
-            )
-            if self.plan.repeat == 0 and not self.plan.again:
-                self._gate()
-            if self.result.status == "complete":
-                self._warm_up()
-            self._process.pause()
-        except Closed as closed:
-            self._fail(closed)
+    def _get_ready(self) -> None:
+        """Has it pass the gate, in its first run, and train the warm-up."""
+        setting = self.references.setting
+        self._process.ask(
+            "build",
+            config=dataclasses.asdict(setting.config),
+            batch_size=setting.batch_size,
+            seq_len=setting.seq_len,
+        )
+        if self.plan.repeat == 0 and not self.plan.again:
+            self._gate()
+        if self.result.status == "complete":
+            self._warm_up()
 
     def _gate(self) -> None:
-        case, plan = self.case, self.plan
-        shape = gate_shape(plan, case)
-        setting = case.of_shape(shape)
-        report = parity.new_report(setting)
+        references, plan = self.references, self.plan
+        shape = gate_shape(plan, references)
+        setting = references.of_shape(shape)
+        report = parity.ParityReport(setting)
         for part, where in enumerate(parity.parts(setting)):
             self._process.ask(
-                "gate", part=part, seed=case.setting.seed, batch_size=shape[0], seq_len=shape[1]
+                "gate",
+                part=part,
+                seed=references.setting.seed,
+                batch_size=shape[0],
+                seq_len=shape[1],
             )
             self._process.answer("answered")
-            self._process.ask("sketch", seed=case.gate_seed)
+            self._process.ask("sketch", seed=references.gate_seed)
             answer = self._process.answer("outcome", "refused")
             if answer.kind == "refused":
                 why = answer.values.get("why") or ["it gives no reason"]
@@ -108,7 +104,7 @@ class Candidate:
             else:
                 found = wire.to_outcome(answer)
                 with wire.expected():  # of which tensors may be missing
-                    parity.add(report, where, found, *case.gate_answers[shape, part])
+                    parity.add(report, where, found, *references.gate_answers[shape, part])
             if not report.passed:
                 self.result.status = "gate failed"
                 break
@@ -116,13 +112,13 @@ class Candidate:
         self._summary = report.summary()
 
     def _warm_up(self) -> None:
-        schedule, case = self._schedule, self.case
+        schedule, references = self._schedule, self.references
         # In the place of the timed steps' batches, which come with "go", stand others.
-        batches = case.draw(schedule.batches - schedule.warmup, schedule.warmup)
+        batches = references.draw(schedule.batches - schedule.warmup, schedule.warmup)
         self._process.ask(
             "train",
             {"batches": batches},
-            seed=case.setting.seed,
+            seed=references.setting.seed,
             learning_rate=LEARNING_RATE,
             warmup=schedule.warmup,
             timed=schedule.timed,
@@ -140,7 +136,7 @@ class Candidate:
                 self._measure()
             self._process.end()
         except Closed as closed:
-            self._fail(closed)
+            self._end(closed)
 
     def _measure(self) -> None:
         schedule, result, round_ = self._schedule, self.result, self.round
@@ -171,22 +167,16 @@ class Candidate:
             result.memory_mb = {str(k): float(v) for k, v in memory.items()}
             result.memory_mb["source"] = str(details["memory_mb"]["source"])
         result.losses = results.finite(course.losses.tolist())
-        sizes: dict[str, int] = self.case.facts["sizes"]
+        sizes: dict[str, int] = self.references.facts["sizes"]
         reached = [n for n, sketch in course.gradients.items() if n in sizes and sketch.any()]
-        result.gradients = results.Gradients(
-            tensors_total=len(sizes),
-            tensors_with_grad=len(reached),
-            params_total=sum(sizes.values()),
-            params_with_grad=sum(sizes[name] for name in reached),
-        )
+        result.gradients = results.Gradients.of(sizes, reached)
         for name in ("peak_tflops", "peak_source"):
-            setattr(result, name, self.case.facts[name])
+            setattr(result, name, self.references.facts[name])
         self.result = wire.sensible(wire.to_record(RunResult, dataclasses.asdict(result)))
 
-    def _fail(self, closed: Closed) -> None:
-        """Records why a process ended, or was ended, before its last answer."""
+    def _end(self, error: WorkshopError) -> None:
         self.course = None
-        self.result.status, self.result.error = self._process.failure(closed)
+        self.result.status, self.result.error = self._process.failure(error)
 
     # --- the verdict ---
 
@@ -198,7 +188,7 @@ class Candidate:
     @property
     def awaits_reference(self) -> bool:
         """Whether V1's run on its batches is yet to come."""
-        missing = self.course is not None and self.case.reference(self.round) is None
+        missing = self.course is not None and self.references.reference(self.round) is None
         return missing and not self.is_reference and not self.plan.interpreted
 
     def judge(self) -> None:
@@ -206,8 +196,8 @@ class Candidate:
         result = self.result
         if self.course is None:
             return
-        setting = self.case.setting
-        reference = None if self.plan.interpreted else self.case.reference(self.round)
+        setting = self.references.setting
+        reference = None if self.plan.interpreted else self.references.reference(self.round)
         if reference is not None:
             result.audit = audit.judge(self.course, reference, setting)
         elif not self.plan.interpreted:
@@ -223,10 +213,8 @@ class Candidate:
         result = self.result
         if result.interpreted or not result.peak_tflops:
             return []
-        work = flops.step_flops(
-            results.model_sizes(result.config), result.batch_size, result.seq_len
-        )
-        rate = work.total / timing.median(result.step_ms) / 1e9
+        sizes = results.model_sizes(result.config), result.batch_size, result.seq_len
+        rate = flops.step_tflops(*sizes, timing.median(result.step_ms))
         if rate <= IMPOSSIBLE * result.peak_tflops:
             return []
         return [
@@ -253,17 +241,17 @@ class Candidate:
         return "\n  ".join([f"audit: {summary}", *found.failures])
 
 
-def is_v1(plan: Plan, result: RunResult) -> bool:
+def is_v1(plan: VersionPlan, result: RunResult) -> bool:
     """Whether a plan is V1 as the ladder times it: eager."""
     plain = result.options["compile"] == "none" and not result.options["cuda_graph"]
     return plan.version == versions.BASELINE and plain
 
 
-def gate_shape(plan: Plan, case: Case) -> tuple[int, int]:
+def gate_shape(plan: VersionPlan, references: References) -> tuple[int, int]:
     """Batch size and sequence length of a candidate's gate."""
     if plan.interpreted:
-        return interpreter.gate_shape(case.setting.batch_size, case.setting.seq_len)
-    batch_size, seq_len = case.facts["shape"]
+        return interpreter.gate_shape(references.setting.batch_size, references.setting.seq_len)
+    batch_size, seq_len = references.facts["shape"]
     return batch_size, seq_len
 
 

@@ -50,7 +50,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Plan:
+class VersionPlan:
     """One process to run."""
 
     version: str
@@ -119,7 +119,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def record(plan: Plan, asked: Asked, session: str, beside: int = 0) -> RunResult:
+def record(plan: VersionPlan, asked: Asked, session: str, beside: int = 0) -> RunResult:
     """The record of a process that has not measured yet: what was asked for.
 
     Args:

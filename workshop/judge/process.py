@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -26,17 +26,6 @@ MOST_AT_A_TIME = 1000
 """Processes that may prepare in parallel, at the most."""
 
 
-class Candidate(Protocol):
-    """A process that is judged, as its scheduler sees it."""
-
-    def prepare(self) -> None:
-        """Has it build, compile and warm up, and then wait."""
-
-    def stop(self) -> None:
-        """Ends it, if it has not ended."""
-
-
-C = TypeVar("C", bound=Candidate)
 Hear = Callable[[str], object]
 """Takes a line that the process has printed."""
 
@@ -197,6 +186,38 @@ class Process:
         message = [*(own or raised or lines or ["no message"])][-1].removeprefix("error: ")
         told = (errors.ANSWER_IS_NO, errors.WRONG_USAGE, errors.NOT_ON_THIS_MACHINE)
         return message if status in told else f"exit {status}: {message}"
+
+
+class Candidate:
+    """A process that is judged. Its kinds say what it does to get ready, and how it is timed."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], hear: Hear = lambda _: None
+    ) -> None:
+        """`command` takes --candidate."""
+        self._process = Process([*command, "--candidate"], environment, hear)
+
+    def stop(self) -> None:
+        self._process.stop()
+
+    def prepare(self) -> None:
+        """Has it build, compile and warm up. Then it waits, stopped, so that it takes nothing from
+        those that are timed before it."""
+        try:
+            self._get_ready()
+            self._process.pause()
+        except WorkshopError as error:
+            self._end(error)
+
+    def _get_ready(self) -> None:
+        raise NotImplementedError
+
+    def _end(self, error: WorkshopError) -> None:
+        """Records why the process gave no answer, or a wrong one, and ends it."""
+        raise NotImplementedError
+
+
+C = TypeVar("C", bound=Candidate)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from workshop.errors import WorkshopError
 from workshop.judge import wire
 from workshop.judge.judge import FIXED_MS, UNEVEN, disagree
 from workshop.judge.pipe import Closed, Message
-from workshop.judge.process import Process, in_parallel, share_of_compilers
+from workshop.judge.process import Candidate, in_parallel, share_of_compilers
 from workshop.judge.turn import Check
 from workshop.results import TOLD, LabRun
 from workshop.run import timing
@@ -58,59 +58,55 @@ class Plan:
         return run
 
 
-class Candidate:
+class VariantProcess(Candidate):
     """The process of a plan."""
 
     def __init__(self, plan: Plan, beside: int, environment: Mapping[str, str]) -> None:
+        super().__init__(plan.command, environment)
         self.plan, self._beside = plan, beside
-        self._problem = ""
-        """Why the judge has ended the process."""
-        self._process = Process([*plan.command, "--candidate"], environment)
+        self._run = plan.planned[0]
+        """The record of what it is doing."""
+        self._judged = copy.deepcopy(self._run)
+        self._late = ""
 
-    def stop(self) -> None:
-        self._process.stop()
-
-    def prepare(self) -> None:
-        """Waits until the process is ready or has ended; ends one that takes too long. One that is
-        ready is stopped, so that it takes nothing from those that are timed before it."""
-        late = f"not ready to be timed after {READY_WITHIN_S:,} s, and ended"
-        timer = threading.Timer(READY_WITHIN_S, self._end, [late])
+    def _get_ready(self) -> None:
+        """Waits until the process is ready; ends one that takes too long."""
+        timer = threading.Timer(READY_WITHIN_S, self._end_late)
         timer.start()
-        self._judged = copy.deepcopy(self.plan.planned[0])
         try:
             while self._process.answer("ready", "finished").kind == "finished":
                 if self.plan.check:
                     self.plan.check.prove(self._ask, self._judged)
                 self._process.ask("enough", passed=self._judged.gate.status == "pass")
-            self._process.pause()
-        except Closed:
-            pass  # `measure` says why
-        except WorkshopError as error:
-            self._end(str(error))
         finally:
             timer.cancel()
 
-    def _end(self, problem: str) -> None:
-        self._problem = problem
+    def _end_late(self) -> None:
+        self._late = f"not ready to be timed after {READY_WITHIN_S:,} s, and ended"
         self._process.stop()
+
+    def _end(self, error: WorkshopError) -> None:
+        if not isinstance(error, Closed):
+            self._process.stop()
+        self._run.status, reason = self._process.failure(error)
+        self._run.error = self._late or reason[:300]
 
     def measure(self) -> Iterator[LabRun]:
         """Gives the process its turn; its records, each saved when it is complete, up to the first
         that fails."""
-        run = self.plan.planned[0]
-        self._process.resume()
-        try:
-            self._process.ask("turn", beside=self._beside)
-            for run in self.plan.planned:
-                run.created = results.now()  # rows are in this order
-                yield self._saved(self._measured(run))
-            self._process.end()
-        except WorkshopError as error:
-            if not isinstance(error, Closed):
-                self._end(str(error))
-            run.status, reason = self._process.failure(error)
-            run.error = self._problem or reason[:300]
-            yield self._saved(run)
+        if not self._run.error:
+            self._process.resume()
+            try:
+                self._process.ask("turn", beside=self._beside)
+                for run in self.plan.planned:
+                    self._run = run
+                    run.created = results.now()  # rows are in this order
+                    yield self._saved(self._measured(run))
+                self._process.end()
+                return
+            except WorkshopError as error:
+                self._end(error)
+        yield self._saved(self._run)
 
     def _ask(self, **question: Any) -> Message:
         self._process.ask("show", **question)
@@ -186,6 +182,6 @@ def in_turns(plans: Sequence[Plan], jobs: int) -> Iterator[LabRun]:
     for start in range(0, len(plans), jobs):
         batch = plans[start : start + jobs]
         beside, environment = len(batch) - 1, share_of_compilers(len(batch)) | os.environ
-        with in_parallel(Candidate(plan, beside, environment) for plan in batch) as candidates:
+        with in_parallel(VariantProcess(plan, beside, environment) for plan in batch) as candidates:
             for one in candidates:
                 yield from one.measure()

@@ -11,7 +11,7 @@ from torch import Tensor
 from workshop import results
 from workshop.errors import WorkshopError
 from workshop.gate.audit import BUCKETS, PROBES, Course, sketch
-from workshop.gate.parity import CURVE_STEPS, Outcome
+from workshop.gate.outcome import CURVE_STEPS, Outcome
 from workshop.judge.pipe import NO_MESSAGE, Closed, Message
 
 R = TypeVar("R", bound=results.Run)

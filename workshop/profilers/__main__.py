@@ -1,10 +1,8 @@
 """`python -m workshop.profilers show|diff|draw|advise`: reads what profilers wrote."""
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
 
 from workshop import errors
 
@@ -33,7 +31,6 @@ def build_parser() -> argparse.ArgumentParser:
     diff = commands.add_parser("diff", help="what changed from one profile to another")
     diff.add_argument("a", type=Path, metavar="A", help=f"the profile before: {profile}")
     diff.add_argument("b", type=Path, metavar="B", help="the profile after, likewise")
-    diff.add_argument("--output-dir", type=Path, metavar="DIR", help="also write diff.json")
     draw = commands.add_parser("draw", help="a step of a torch.profiler trace as a picture")
     draw.add_argument(
         "path", type=Path, metavar="PATH", help="a trace (.json, .json.gz), or a folder with one"
@@ -47,7 +44,6 @@ def build_parser() -> argparse.ArgumentParser:
     draw.add_argument("--to", type=float, dest="end", metavar="MS", help="to, in the axis's ms")
     advise = commands.add_parser("advise", help="what bounds a run, in sentences, and what helps")
     advise.add_argument("paths", type=Path, metavar="PATH", nargs="+", help=profile)
-    advise.add_argument("--output-dir", type=Path, metavar="DIR", help="also write advice.json")
     return parser
 
 
@@ -65,13 +61,17 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _diff(arguments: argparse.Namespace) -> int:
     errors.require("rich")
-    from workshop.profilers import diff
+    from workshop import tables
+    from workshop.profilers import diff, show
     from workshop.profilers.load import load_with_doubts, recorded_run
 
-    a, b = arguments.a, arguments.b
-    tables = load_with_doubts(a), load_with_doubts(b)
-    difference = diff.compare(*tables, recorded_run(a), recorded_run(b))
-    return _finish(arguments, "diff.json", diff.as_json(difference), [diff.render(difference)])
+    places = {"A": arguments.a, "B": arguments.b}
+    a, b = map(load_with_doubts, places.values())
+    difference = diff.compare(a, b, *map(recorded_run, places.values()))
+    for name, table in zip(places, (a, b), strict=True):
+        tables.print_notes([f"{name}: {table.path}", *show.warnings(table)])
+    tables.print_tables(diff.render(difference))
+    return errors.DONE
 
 
 def _draw(arguments: argparse.Namespace) -> int:
@@ -83,47 +83,21 @@ def _draw(arguments: argparse.Namespace) -> int:
     elif any(value is not None for value in part.values()):
         raise errors.WorkshopError("--categories shows all steps: leave out --step, --from, --to")
     else:
-        step_pictures.picture(arguments.path, arguments.output)
+        step_pictures.draw_steps(arguments.path, arguments.output)
     print(f"Written: {arguments.output}")
     return errors.DONE
 
 
 def _advise(arguments: argparse.Namespace) -> int:
     errors.require("rich")
-    from rich.text import Text
-
-    from workshop.profilers import advisor
+    from workshop import tables
+    from workshop.profilers import advisor, show
     from workshop.profilers.load import load_with_doubts, recorded
-    from workshop.profilers.names import printable
-    from workshop.profilers.show import render_warnings
 
-    content: dict[str, Any] = {"schema_version": 1, "advice": {}, "warnings": {}}
-    shown: list[Any] = []
     for path in arguments.paths:
         table = load_with_doubts(path)
-        found = advisor.advise(table, recorded(path))
-        content["advice"][str(path)] = [dataclasses.asdict(advice) for advice in found]
-        content["warnings"][str(path)] = table.warnings
-        shown.append(Text(printable(str(path)), style="bold"))
-        shown += [*render_warnings(table.warnings), advisor.render(found)]
-    return _finish(arguments, "advice.json", content, shown)
-
-
-def _finish(
-    arguments: argparse.Namespace, name: str, content: dict[str, Any], shown: list[Any]
-) -> int:
-    """Writes a file to --output-dir, if one was given, and then prints: an output that is closed
-    early costs no file."""
-    from rich.console import Console
-
-    from workshop import results
-
-    folder = arguments.output_dir
-    if folder is not None:
-        results.write_json(results.prepare_folder(folder) / name, content)
-    Console().print(*shown, sep="\n")
-    if folder is not None:
-        print(f"Written: {folder / name}")
+        tables.print_notes([str(path), *show.warnings(table)])
+        tables.terminal().print(advisor.render(advisor.advise(table, recorded(path))))
     return errors.DONE
 
 

@@ -6,7 +6,7 @@ issued.
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from workshop.profilers.names import printable
@@ -35,7 +35,6 @@ _OF_MI350 = re.compile(r"TCC_EA0_RDREQ_(64|128)B(_sum)?|SQ_INSTS_VALU_MFMA_MOPS_
 _MI350 = re.compile(r"MI35\d|gfx950", re.IGNORECASE)
 _CHANNEL = re.compile(r"\[\d+\]$")
 _BINARY_SUFFIX = re.compile(r"(\s*\[clone [^\]]*\]|\s*\(\.kd\)|\.kd)+$")
-_OPENING = {")": "(", ">": "<"}
 
 _Sums = dict[str, tuple[float, int]]
 """Total and number of dispatches, by counter."""
@@ -54,22 +53,6 @@ def plain_name(kernel: str) -> str:
     return _BINARY_SUFFIX.sub("", kernel)
 
 
-def short_name(kernel: str) -> str:
-    """The name as `rocprofv3 --truncate-kernels` leaves it: without return type, namespaces,
-    template arguments and parameters."""
-    name = plain_name(kernel).rstrip()
-    while name and name[-1] in _OPENING:
-        closing, depth = name[-1], 0
-        for index in range(len(name) - 1, -1, -1):
-            depth += (name[index] == closing) - (name[index] == _OPENING[closing])
-            if not depth:
-                break
-        if depth or not index:  # it opens nowhere, or nothing is before it
-            break
-        name = name[:index].rstrip()
-    return re.split(r"[ :]", name)[-1] or kernel
-
-
 class Counters:
     """Means of the counters over the dispatches of each kernel.
 
@@ -82,38 +65,23 @@ class Counters:
     def __init__(self) -> None:
         self._sums: defaultdict[str, _Sums] = defaultdict(dict)
         self._collected: set[str] = set()
-        self._ambiguous = 0
         self._lengths_unknown = False
 
     def add(self, kernel: str, counter: str, value: float) -> None:
         """Adds a counter's value, at least 0, for one dispatch, or for one channel in it."""
         counter = printable(counter)
         self._collected.add(_CHANNEL.sub("", counter))
-        sums = self._sums[printable(kernel)]
+        sums = self._sums[plain_name(printable(kernel))]
         total, dispatches = sums.get(counter, (0.0, 0))
         sums[counter] = total + value, dispatches + 1
 
     def fill(self, kernels: Iterable[Kernel]) -> None:
         """Sets the bytes and operations of the kernels that have counters.
 
-        Kernels are the same if their names are, except for what marks the binary's symbol, or else
-        if one name is the other's short name: one tool truncates names where another does not.
+        Kernels are the same if their names are, except for what marks the binary's symbol.
         """
-        kernels = list(kernels)
-        by_name, by_short_name = defaultdict(list), defaultdict(list)
-        for name, sums in self._sums.items():
-            by_name[plain_name(name)].append(sums)
-            by_short_name[short_name(name)].append(sums)
-        sharing = Counter(short_name(kernel.name) for kernel in kernels)
         for kernel in kernels:
-            name, short = plain_name(kernel.name), short_name(kernel.name)
-            found = by_name.get(name, [])
-            if not found:
-                found = (by_short_name if name == short else by_name).get(short, [])
-                if found and sharing[short] > 1:  # no mean over several kernels is one kernel's
-                    self._ambiguous += 1
-                    continue
-            means = _means(found)
+            means = _means(self._sums.get(plain_name(kernel.name), {}))
             moved, operations = _bytes(means), _flops(means)
             kernel.bytes = kernel.bytes if moved is None else moved * kernel.calls
             kernel.flops = None if operations is None else operations * kernel.calls
@@ -146,11 +114,6 @@ class Counters:
                 "bytes are a lower bound, a quarter low for a copy: on the MI350 series these "
                 "counters may take reads of 128 bytes for 64; collect TCC_EA0_RDREQ_{32B,64B,128B}"
             )
-        if self._ambiguous:
-            sentences.append(
-                f"{self._ambiguous} kernels have no bytes and operations: the counters' names are "
-                "truncated, and mean several kernels each"
-            )
         return sentences
 
 
@@ -158,15 +121,10 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def _means(found: Iterable[_Sums]) -> dict[str, float]:
+def _means(sums: _Sums) -> dict[str, float]:
     """By counter, over all of the dispatches; those of a counter's channels are added up."""
-    totals: _Sums = {}
-    for sums in found:
-        for counter, (value, dispatches) in sums.items():
-            total, count = totals.get(counter, (0.0, 0))
-            totals[counter] = total + value, count + dispatches
     means: defaultdict[str, float] = defaultdict(float)
-    for counter, (total, count) in totals.items():
+    for counter, (total, count) in sums.items():
         means[_CHANNEL.sub("", counter)] += total / count
     return dict(means)
 

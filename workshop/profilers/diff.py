@@ -1,27 +1,19 @@
 """Changes from one profile to another: kernels gone, new, slower and faster; launches; the
 GPU's busy and idle time."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from workshop.errors import WorkshopError
-from workshop.profilers.names import display_name, printable
-from workshop.profilers.show import render_warnings
+from workshop.profilers.names import distinct_names, printable
+from workshop.profilers.show import room_for_names
 from workshop.profilers.table import Kernel, KernelTable
+from workshop.results import RunResult
+from workshop.tables import Line, Table
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-
-    from workshop.results import RunResult
-
-SCHEMA_VERSION = 2
 LEAST_CHANGE = 0.03
 """Share of a kernel's own time: one run's kernels differ that much from the next one's, by the
 clock of the GPU and by what happens to lie in its cache."""
@@ -35,7 +27,6 @@ LEAST_SHARE = 0.01
 
 GONE, NEW, SLOWER, FASTER = KINDS = ("gone", "new", "slower", "faster")
 _STYLES = {GONE: "green", FASTER: "green", NEW: "yellow", SLOWER: "red"}
-_NAME_WIDTH = 60
 _INDUCTOR = re.compile(r"(triton_[a-z]+_fused_\w*?)_\d+")
 """The compiler numbers the kernels of a graph: one more before it, and the same kernel has another
 name."""
@@ -135,19 +126,6 @@ def compare(
     return TableDiff(a, b, unit, changes, unchanged, timed, list(_notes(a, b, timed)))
 
 
-def as_json(diff: TableDiff) -> dict[str, Any]:
-    """The difference as plain values."""
-    sides = {
-        side: {"path": str(table.path), "tool": table.tool, "device": table.device}
-        | {"steps": table.steps, "warnings": table.warnings, "figures": diff.figures(table)}
-        for side, table in (("a", diff.a), ("b", diff.b))
-    }
-    facts = {"unit": diff.unit, "what": diff.what, "timed": diff.timed, "notes": diff.notes}
-    changes = [dataclasses.asdict(change) for change in diff.changes]
-    facts |= {"unchanged": diff.unchanged, "changes": changes}
-    return {"schema_version": SCHEMA_VERSION} | facts | sides
-
-
 def _by_key(kernels: list[Kernel], others: list[Kernel]) -> dict[tuple[str, bool], Kernel]:
     """Kernels by name, True; or by (name without its number, False), if they are the compiler's,
     not among the others, and that is unique."""
@@ -209,57 +187,54 @@ def _notes(a: KernelTable, b: KernelTable, timed: bool) -> Iterator[str]:
 # --- for the terminal ----------------------------------------------------------------------------
 
 
-def render(diff: TableDiff, limit: int = 20) -> RenderableType:
-    """The difference for rich's console: totals, categories, and the `limit` largest changes.
+def render(diff: TableDiff, limit: int = 20) -> list[Table]:
+    """The difference for the terminal: totals and categories, and the `limit` largest changes.
     Needs rich."""
-    from rich.console import Group
-    from rich.text import Text
-
-    parts: list[RenderableType] = []
-    for label, table in (("A", diff.a), ("B", diff.b)):
-        parts += [Text(f"{label}: {printable(str(table.path))}"), *render_warnings(table.warnings)]
-    totals = _table(f"in all, a {diff.unit}", "", "A", "B", "change")
     a, b = diff.figures(diff.a), diff.figures(diff.b)
-    totals.add_row(f"{diff.what} calls", *_pair(a, b, "calls", _calls))
+    lines = [_total(f"{diff.what} calls", a, b, "calls", _calls)]
     for name in (a | b) if diff.timed else ():
         if name != "calls":
-            totals.add_row(f"{name}, ms", *_pair(a, b, name, _ms))
-    parts.append(totals)
+            lines.append(_total(f"{name}, ms", a, b, name, _ms))
+    header = ["", "A", "B", "change"]
+    shown = [Table(f"in all, a {diff.unit}", header, lines)]
     if diff.changes:
-        columns = ("", diff.what, "calls A", "B", "ms A", "B", "change")
-        changed = _table(f"{diff.what}s, a {diff.unit}", *columns)
-        for one in diff.changes[:limit]:
-            # Names come from files: as text they can be neither markup nor terminal codes.
-            shown = Text(display_name(one.name, _NAME_WIDTH))
-            figures = (*map(_calls, (one.a_calls, one.b_calls)), *map(_ms, (one.a_ns, one.b_ns)))
-            change = f"{one.difference_ns / 1e6:+,.3f}"
-            changed.add_row(Text(one.kind, style=_STYLES[one.kind]), shown, *figures, change)
-        parts.append(changed)
-    notes = (f"note: {note}" for note in diff.notes)
-    return Group(*parts, Text("\n".join([*_left_out(diff, limit), *notes])))
+        shown.append(_changes(diff, limit))
+    notes = [*_left_out(diff, limit), *(f"note: {note}" for note in diff.notes)]
+    shown[-1] = dataclasses.replace(shown[-1], notes=notes)
+    return shown
 
 
-def _pair(
-    a: dict[str, float], b: dict[str, float], name: str, form: Callable[[float], str]
-) -> tuple[str, str, str]:
+def _changes(diff: TableDiff, limit: int) -> Table:
+    changes = diff.changes[:limit]
+    columns = {
+        "": [one.kind for one in changes],
+        "calls A": [_calls(one.a_calls) for one in changes],
+        "calls B": [_calls(one.b_calls) for one in changes],
+        "ms A": [_ms(one.a_ns) for one in changes],
+        "ms B": [_ms(one.b_ns) for one in changes],
+        "change": [f"{one.difference_ns / 1e6:+,.3f}" for one in changes],
+    }
+    kinds, *figures = columns.values()
+    names = distinct_names([one.name for one in changes], room_for_names(columns))
+    rows = zip(kinds, names, *figures, strict=True)
+    lines = [Line(row, _STYLES[row[0]]) for row in rows]
+    _, *headings = columns
+    title = f"{diff.what}s, a {diff.unit}"
+    return Table(title, ["", diff.what, *headings], lines, left=(0, 1), wraps=())
+
+
+def _total(
+    label: str,
+    a: dict[str, float],
+    b: dict[str, float],
+    name: str,
+    form: Callable[[float], str],
+) -> Line:
     """A figure of both sides, and its change; a category that a side does not have took no time."""
     missing = 0.0 if name.startswith(" ") else None
     before, after = a.get(name, missing), b.get(name, missing)
     first, second = ("-" if value is None else form(value) for value in (before, after))
-    return first, second, _relative(before, after)
-
-
-def _table(title: str, *headings: str) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for heading in headings:
-        # Where the terminal is narrow the names are folded, and no figure is cut.
-        if heading in ("kernel", "operator"):
-            table.add_column(heading, overflow="fold")
-        else:
-            table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    return table
+    return Line([label, first, second, _relative(before, after)])
 
 
 def _left_out(diff: TableDiff, limit: int) -> Iterator[str]:

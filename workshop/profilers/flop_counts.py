@@ -13,7 +13,6 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from workshop import errors, results
+from workshop import errors, results, tables
 from workshop.gate import canonical
 from workshop.profilers import profile_run
 from workshop.request import Request
 from workshop.run import flops, hardware, interpreter, timing, trainer
 from workshop.run.precision import Precision
+from workshop.tables import Line, Markdown, Table
 
 SCHEMA_VERSION = 2
 TORCH, DEEPSPEED, ANALYTIC = "FlopCounterMode", "DeepSpeed", "analytic"
@@ -44,8 +44,6 @@ WHY_THEY_DIFFER = (
     "element-wise ones such as F.silu, no product in fp8 and no Triton kernel. Three times its "
     "figure is a step only if the backward pass is whole.",
 )
-_WIDTH = 80
-"""Width of the report, in characters: it is read in a terminal too."""
 
 
 @dataclass
@@ -205,65 +203,54 @@ def write(record: dict[str, Any], folder: Path, command: str) -> int:
     """Writes flops.json and flops.md, prints the latter; the exit status: 1 if DeepSpeed is
     installed and failed."""
     results.write_json(folder / "flops.json", record | {"command": command})
-    text = "\n".join(_markdown(record)) + "\n"
+    text = tables.markdown([report(record)], "#") + "\n"
     results.write_text(folder / "flops.md", text)
     print(f"\n{text}\nOutputs: {folder}")
     failed = record["counts"][DEEPSPEED]["error"] not in (None, NOT_INSTALLED)
     return errors.ANSWER_IS_NO if failed else errors.DONE
 
 
-def _markdown(record: dict[str, Any]) -> Iterator[str]:
-    batch_size, counted = record["batch_size"], record["counted_batch_size"]
-    sequences = f"{batch_size} sequence{'s' if batch_size > 1 else ''}"
-    what = f"{sequences} of {record['seq_len']} tokens, {record['precision']}, "
-    what += f"{record['device']['name']}."
-    if counted != batch_size:
-        what += f" Counted on {counted} sequence, in Triton's interpreter, and multiplied by "
-        what += f"{batch_size}."
-    yield f"# FLOP of one training step: {record['version']}, {record['config_name']}\n"
-    yield f"{_wrapped(what)}\n"
-    yield from _table(record["counts"])
-    yield f"\n{_wrapped(profile_run.gradients_sentence(results.Gradients(**record['gradients'])))}"
-    yield ""
-    yield from (_wrapped(f"- {sentence}") for sentence in WHY_THEY_DIFFER)
+def report(record: dict[str, Any]) -> Table:
+    """The counts beside each other; the notes say why they differ, and the MFU."""
+    counts, title = record["counts"], "FLOP of one training step"
+    lines = [Line([name, *_cells(counted, counts[ANALYTIC])]) for name, counted in counts.items()]
+    header = ["counter", "forward", "backward", "of analytic"]
+    notes = list(_notes(record))
+    return Table(f"{title}: {record['version']}, {record['config_name']}", header, lines, notes)
+
+
+def _cells(counted: dict[str, Any], analytic: dict[str, Any]) -> list[str]:
+    forward, backward = counted["forward"], counted["backward"]
+    if forward is None:
+        return [counted["error"].split(" (")[0], "-", "-"]
+    if backward is None:
+        return [f"{forward:,}", "not counted", f"{forward / analytic['forward']:.4f} (forward)"]
+    return [f"{forward:,}", f"{backward:,}", f"{(forward + backward) / sum(analytic.values()):.4f}"]
+
+
+def _notes(record: dict[str, Any]) -> Iterator[str]:
+    sequences, counted = record["batch_size"], record["counted_batch_size"]
+    what = f"{sequences} x {record['seq_len']} tokens, {record['precision']}"
+    yield f"{what}, {record['device']['name']}"
+    if counted != sequences:
+        where = f"{counted} sequence, in Triton's interpreter"
+        yield f"Counted on {where}, and multiplied by {sequences}."
+    yield profile_run.gradients_sentence(results.Gradients(**record["gradients"]))
+    yield from WHY_THEY_DIFFER
     error = record["counts"][DEEPSPEED]["error"]
     if error == NOT_INSTALLED:
-        yield _wrapped(
-            "- DeepSpeed is not installed; the first lines of the file named here say how to keep "
-            "pip from exchanging PyTorch:"
+        yield Markdown(
+            "DeepSpeed is not installed; the first lines of the file named here say how to keep "
+            f"pip from exchanging PyTorch: `{INSTALL}`"
         )
-        yield f"  `{INSTALL}`"
     elif error:
-        yield _wrapped(f"- DeepSpeed {error}")
+        yield f"DeepSpeed {error}"
     if record["mfu"] is None:
-        yield f"\nMFU: {interpreter.NOT_COMPARABLE}."
+        yield f"MFU: {interpreter.NOT_COMPARABLE}."
         return
     total = sum(record["counts"][ANALYTIC].values())
     times = f"{timing.median(record['step_ms']):.2f} ms (median of {len(record['step_ms'])} steps)"
-    mfu = f"MFU: {record['mfu']:.1%}. {total:,.0f} FLOP in {times} are {record['tflops']:,.3g} "
-    mfu += f"TFLOP/s, of {record['peak_tflops']:,.3g} ({record['peak_source']})."
-    yield f"\n{_wrapped(mfu)}"
-
-
-def _wrapped(text: str) -> str:
-    indent = "  " if text.startswith("- ") else ""
-    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, **whole)
-
-
-def _table(counts: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """The rows of a Markdown table whose columns are aligned in plain text too."""
-    row = "| {:<15} | {:>18} | {:>18} | {:>16} |".format
-    yield row("counter", "forward", "backward", "of analytic")
-    yield f"|{'-' * 17}|{'-' * 19}:|{'-' * 19}:|{'-' * 17}:|"
-    analytic = counts[ANALYTIC]
-    for name, counted in counts.items():
-        forward, backward = counted["forward"], counted["backward"]
-        if forward is None:
-            yield row(name, counted["error"].split(" (")[0], "-", "-")
-        elif backward is None:
-            ratio = f"{forward / analytic['forward']:.4f} (forward)"
-            yield row(name, f"{forward:,}", "not counted", ratio)
-        else:
-            ratio = f"{(forward + backward) / sum(analytic.values()):.4f}"
-            yield row(name, f"{forward:,}", f"{backward:,}", ratio)
+    yield (
+        f"MFU: {record['mfu']:.1%}. {total:,.0f} FLOP in {times} are {record['tflops']:,.3g} "
+        f"TFLOP/s, of {record['peak_tflops']:,.3g} ({record['peak_source']})."
+    )

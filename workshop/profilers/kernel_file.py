@@ -9,7 +9,6 @@ from workshop import results
 from workshop.errors import WorkshopError
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import printable
-from workshop.profilers.step_time import CATEGORIES as STEP_CATEGORIES
 from workshop.profilers.table import Kernel, KernelTable
 
 CSV_FILE, JSON_FILE = "kernels.csv", "kernels.json"
@@ -43,12 +42,6 @@ def recognises_json(start: str) -> bool:
     return '"kernel_table"' in start[:200]
 
 
-def hint(columns: list[str]) -> str | None:
-    """The file to read instead of CSV_FILE, which has these columns; None for other files."""
-    where = f"{JSON_FILE}, written beside it, is the one to be read"
-    return f"a kernel table for spreadsheets: {where}" if columns == _CSV_COLUMNS else None
-
-
 def read(path: Path) -> KernelTable:
     """Reads JSON_FILE. Raises WorkshopError: it is broken; the message names the file and the
     field."""
@@ -68,12 +61,6 @@ def read(path: Path) -> KernelTable:
         if kernel.calls < 1 or kernel.total_ns < 0 or kernel.category not in CATEGORIES:
             raise WorkshopError(f"{path}: field kernels[{index}] has no calls, time or category")
         kernel.name = printable(kernel.name)
-    if (loading := table.loading) and min(loading.span_ns, loading.wait_ns, loading.batches) <= 0:
-        raise WorkshopError(f"{path}: field loading has no time or no batches")
-    for index, step in enumerate(table.step_times):
-        parts = step.parts_ns
-        if tuple(parts) != STEP_CATEGORIES or min(parts.values()) < 0 or step.ns <= 0:
-            raise WorkshopError(f"{path}: field step_times[{index}] has other parts, or no time")
     table.tool, table.device = printable(table.tool), table.device and printable(table.device)
     table.phases_ns = {printable(name): ns for name, ns in table.phases_ns.items()}
     table.host_calls = {printable(name): call for name, call in table.host_calls.items()}

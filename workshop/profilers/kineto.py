@@ -7,7 +7,7 @@ found by its time on the host, on any thread.
 """
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -63,6 +63,7 @@ def read(path: Path) -> KernelTable:
         raise problems.error("kernels and no operators")
     table.loading = loading
     table.step_times = _step_times(run, _step_spans(run, leftovers))
+    table.steps = len(table.step_times) or None
     if leftovers:
         trace.warnings.append(
             f"{trace.path}: left out {len(leftovers):,} kernels and copies that were launched "
@@ -183,7 +184,6 @@ def _table(run: _Run) -> KernelTable:
             sums.add(name, own_time)
             started.append((start, own_time))
     table = KernelTable(run.trace.path, "torch.profiler", sums.kernels())
-    table.steps = _steps(run, sorted(instant for instant, _ in started))
     table.phases_ns = _phases_ns(run, started)
     for call in run.calls:
         total = table.host_calls.setdefault(call.name, HostCall())
@@ -212,19 +212,6 @@ def _doubts(run: _Run, table: KernelTable, started: int) -> Iterator[str]:
             f"{orphans:,} of {table.launches:,} kernels and copies have no launch in the trace, so "
             "that they are in no phase"
         )
-
-
-def _steps(run: _Run, instants: list[float]) -> int | None:
-    """How many step ranges have one of the sorted `instants` in them: a profiler that is stopped
-    after its last step leaves another range, in which nothing was launched."""
-    for name in _STEP_RANGES:
-        steps = sum(
-            bisect_left(instants, one.start) < bisect_right(instants, one.end)
-            for one in run.ranges[name]
-        )
-        if steps:
-            return steps
-    return None
 
 
 def _phases_ns(run: _Run, started: Iterable[tuple[float, float]]) -> dict[str, float]:

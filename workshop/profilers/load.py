@@ -180,8 +180,6 @@ def _reader(path: Path) -> ModuleType:
         for reader in (kernel_file, kineto, proton):
             if reader.recognises_json(start):
                 return reader
-        if '"rocprofiler-sdk-tool"' in start:
-            raise _Unread(f"{path}: rocprofv3's JSON, which is not read: --output-format rocpd csv")
         raise WorkshopError(f"{path}: JSON of no profiler that is known here: {_KNOWN}")
     if ncu.recognises(path):
         return ncu
@@ -191,8 +189,6 @@ def _reader(path: Path) -> ModuleType:
             return reader
     if rocprof_compute.recognises(path):
         return rocprof_compute
-    if reason := kernel_file.hint(columns) or nsys.hint(columns) or ncu.hint(path):
-        raise _Unread(f"{path}: {reason}")
     raise WorkshopError(
         f"{path}: its columns ({printable(', '.join(columns))[:120]}) are of no profiler that is "
         f"known here: {_KNOWN}"

@@ -43,12 +43,6 @@ _BUSY = {
     part: f"{part.lower()}__throughput.avg.pct_of_peak_sustained_elapsed" for part in ("SM", DRAM)
 }
 _DEVICE = "device__attribute_display_name"
-_COMPLAINTS = ("==ERROR==", "==WARNING==")
-_NO_PERMISSION = (
-    "the GPU's counters are for administrators only: ask for "
-    "NVreg_RestrictProfilingToAdminUsers=0, see https://developer.nvidia.com/ERR_NVGPUCTRPERM"
-)
-
 _VECTOR_KINDS = {"f": ("FP32", 1), "d": ("FP64", 1), "h": ("FP16/BF16", 2)}
 """Kinds of operations by the first letter of the instruction, and how many numbers it takes: those
 on half precision take both of its types, and work on pairs."""
@@ -136,15 +130,6 @@ def recognises(path: Path) -> bool:
     Raises WorkshopError: it can't be read."""
     before = lines(path, BEFORE_HEADER)
     return any(line.startswith(f'"{_ID}"') and f'"{_NAME}"' in line for line in before)
-
-
-def hint(path: Path) -> str | None:
-    """Reason why a file of ncu's has no page, as ncu says, and what to do; None for other files."""
-    said = (line for line in lines(path, BEFORE_HEADER) if line.startswith(_COMPLAINTS))
-    if not (first := printable(next(said, "").strip())):
-        return None
-    todo = _NO_PERMISSION if "ERR_NVGPUCTRPERM" in first else "solve this, and profile again"
-    return f"ncu profiled no kernel: {first[:200].rstrip('.')}; {todo}"
 
 
 def read(path: Path) -> KernelTable:

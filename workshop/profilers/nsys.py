@@ -10,16 +10,14 @@ The headers are known from nsys's documentation and from outputs that others hav
 output of our own has been read with this yet.
 """
 
-import csv
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from workshop.errors import WorkshopError
 from workshop.profilers import reading
-from workshop.profilers.reading import BEFORE_HEADER, CsvTable, Problems, count, nanoseconds
+from workshop.profilers.reading import CsvTable, Problems, count, nanoseconds
 from workshop.profilers.table import PHASES, STEP, HostCall, KernelTable, Sums
 
 _KERNELS, _COPIES, _TRACE = "cuda_gpu_kern_sum", "cuda_gpu_mem_time_sum", "cuda_gpu_trace"
@@ -40,26 +38,11 @@ STATS = "nsys stats --report cuda_gpu_kern_sum --format csv {path}"
 
 _FILE_NAME = re.compile(rf"(?P<profile>.*?)(?P<report>{'|'.join(_COLUMNS)})\.csv(?:\.gz)?")
 _UNITS_NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "sec": 1e9}
-_OUTPUT_OF_NSYS = ("Generating ", "Processing [", "NOTICE: ")
-_NEXT_TABLE = re.compile(r"Processing \[|\s*\*\* |Time \(%\)|Start \(")
 
 
 def recognises_header(columns: Iterable[str]) -> bool:
-    """Whether a CSV file's first line with these columns is a header of a report on the GPU's
-    kernels and copies, or the beginning of what nsys prints before one."""
-    columns = list(columns)
-    return any(name.startswith(_OUTPUT_OF_NSYS) for name in columns[:1]) or (
-        _report_with(columns) in _ON_THE_GPU
-    )
-
-
-def hint(columns: Iterable[str]) -> str | None:
-    """Advice for a report of nsys's, recognised by its columns, without kernels or with copies
-    among them; None for other files."""
-    bare = {_split(name)[0] for name in columns}
-    if {"Time", "Total Time"} <= bare or {"Start", "Duration"} <= bare:
-        return f"not one of nsys's reports that are read: take {_TRACE}, or {_KERNELS}"
-    return None
+    """Whether a CSV file with these columns is a report on the GPU's kernels and copies."""
+    return _report_with(columns) in _ON_THE_GPU
 
 
 def read(path: Path) -> KernelTable:
@@ -111,7 +94,8 @@ class _Reports:
         path = _only_profile(path) if path.is_dir() else path
         match = _FILE_NAME.fullmatch(path.name)
         if not match:
-            self._files = {_find_header(path)[0]: path}
+            columns = CsvTable(path, Problems(path)).columns
+            self._files = {_report_with(columns) or _KERNELS: path}
             return
         others = ((_FILE_NAME.fullmatch(file.name), file) for file in sorted(path.parent.iterdir()))
         self._files = {
@@ -135,18 +119,13 @@ class _Reports:
 
 
 def _rows(path: Path, report: str, problems: Problems, optional: Iterable[str]) -> Iterator[Any]:
-    """The rows of one report: of the first table in its file alone. Raises WorkshopError: the file
-    can't be read, or is not this report."""
-    found, first_column = _find_header(path)
-    if _COLUMNS[found] != _COLUMNS[report]:
-        raise WorkshopError(f"{path}: has the columns of {found}, not of {report}")
-    table = CsvTable(path, problems, first_column=first_column)
+    """The rows of one report. Raises WorkshopError: the file can't be read, or is not this
+    report."""
+    table = CsvTable(path, problems)
+    found = _report_with(table.columns)
+    if found is None or _COLUMNS[found] != _COLUMNS[report]:
+        raise WorkshopError(f"{path}: has the columns of {found or 'no report'}, not of {report}")
     names = {_split(column)[0]: column for column in table.columns}
-    if missing := set(_COLUMNS[report]) - names.keys():
-        raise WorkshopError(
-            f"{path}: its first table has no column {min(missing)}: let `nsys stats --output` "
-            "write a file for each report"
-        )
 
     def unit_ns(column: str) -> float:
         unit = _split(names.get(column, "(ns)"))[1]
@@ -157,7 +136,7 @@ def _rows(path: Path, report: str, problems: Problems, optional: Iterable[str]) 
     wanted = [names[column] for column in _COLUMNS[report]]
     others = [names.get(column, column) for column in optional]
     last = max(table.columns, key=table.columns.__getitem__)
-    rows = table.select(last, *wanted, optional=others, until=_NEXT_TABLE)
+    rows = table.select(last, *wanted, optional=others)
     for row, (_, text, *values) in rows:
         with problems.noted(row):
             if report == _TRACE:
@@ -189,16 +168,6 @@ def _only_profile(folder: Path) -> Path:
             f"{folder}: reports of {len(profiles)} profiles ({names}): name one of the files"
         )
     return next(iter(profiles.values()))
-
-
-def _find_header(path: Path) -> tuple[str, str]:
-    """The report whose table comes first in a file, and the name of its first column."""
-    for line in reading.lines(path, BEFORE_HEADER):
-        with suppress(csv.Error):
-            columns = next(csv.reader([line]), [])
-            if report := _report_with(columns):
-                return report, columns[0].strip().lstrip("\ufeff")
-    raise WorkshopError(f"{path}: no header of a report of nsys's in it; is it empty or cut off?")
 
 
 def _report_with(columns: Iterable[str]) -> str | None:

@@ -8,7 +8,6 @@ same interface: `Watched` and `Plan` are what it must offer.
 import argparse
 import importlib
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import torch
-from filelock import FileLock, Timeout
 from torch import nn
 
 from workshop import errors, records, results, versions
@@ -26,9 +24,9 @@ from workshop.arguments import count, parse
 from workshop.errors import WorkshopError
 from workshop.gate import canonical
 from workshop.labs import LabRun
-from workshop.profilers import programs
+from workshop.profilers import programs, runner_files
 from workshop.profilers.programs import Program
-from workshop.profilers.runner_files import COMMAND_FILE, COMMAND_MARK, RUN_FILE
+from workshop.profilers.runner_files import RUN_FILE
 from workshop.request import (
     PROFILES,
     Data,
@@ -332,62 +330,6 @@ def run(plan: Plan[T], arguments: argparse.Namespace, work: Callable[[T], int]) 
     if arguments.dry_run:
         return errors.DONE
     folder, command = arguments.output_dir, arguments.command
-    return plan.within_memory(lambda: _fill(folder, command, partial(work, plan.load())))
-
-
-def _fill(folder: Path, command: str, work: Callable[[], int]) -> int:
-    results.prepare_folder(folder)
-    with _locked(folder):
-        _empty(folder)
-        record = f"# {Path(shlex.split(command)[1]).name}\n{command}\n"
-        results.write_text(folder / COMMAND_FILE, record)
-        status = errors.ANSWER_IS_NO  # as of an unexpected error
-        try:
-            status = work()
-        except WorkshopError as error:
-            status = error.exit_code
-            raise
-        except KeyboardInterrupt:
-            print(f"interrupted: {folder} is not complete", file=sys.stderr)
-            status = errors.INTERRUPTED
-        finally:
-            results.write_text(folder / COMMAND_FILE, f"{record}# exit status {status}\n")
-    return status
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keeps other runs out of a folder, in which two would mix their files, by a lock on a file
-    beside it, which ends with the process at the latest. profile_lib.sh does the same."""
-    folder = folder.resolve()
-    path = folder.parent / f".{folder.name}.lock"
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise WorkshopError(
-            f"another run is filling {folder}: wait for it, or choose another --output-dir"
-        ) from None
-    except (OSError, NotImplementedError):  # no right to write there, or no locks in it
-        yield
-        return
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        lock.release()
-
-
-def _empty(folder: Path) -> None:
-    """Deletes what a runner has left in a folder. Raises WorkshopError: no runner filled it."""
-    mark = folder / COMMAND_FILE
-    by_a_runner = mark.is_file() and mark.read_bytes().startswith(COMMAND_MARK.encode())
-    if any(folder.iterdir()) and not by_a_runner:
-        raise WorkshopError(
-            f"--output-dir {folder}: it is not empty, and no profiler's script filled it; "
-            "choose another one"
-        )
-    # The mark goes last: deleting can be interrupted too.
-    for path in folder.iterdir():
-        if path != mark:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    return plan.within_memory(
+        lambda: runner_files.fill(folder, command, partial(work, plan.load()))
+    )

@@ -8,7 +8,6 @@ import csv
 import gzip
 import io
 import math
-import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -247,14 +246,11 @@ class CsvTable:
         yield from after
 
     def select(
-        self, *columns: str, optional: Iterable[str] = (), until: re.Pattern[str] | None = None
+        self, *columns: str, optional: Iterable[str] = ()
     ) -> Iterator[tuple[int, list[Any]]]:
         """(line number, fields of these columns) of every row; None where the file has not got an
         optional column. Rows that are too short count as problems, except lines that ncu prints
         between the rows ("==PROF== Disconnected from process 4711").
-
-        Args:
-            until: the beginning of what comes after the table.
 
         Raises:
             WorkshopError: a column is missing.
@@ -266,8 +262,6 @@ class CsvTable:
         last = max(index for index in indices if index is not None)
         for fields in self._rows():
             row = self._line()
-            if until and fields and until.match(fields[0]):
-                return
             if len(fields) > last:
                 yield row, [None if index is None else fields[index] for index in indices]
             elif fields and not fields[0].startswith("=="):

@@ -26,7 +26,6 @@ compressed from 10.1."""
 _SYSINFO = "sysinfo.csv"
 _OWN_COUNTERS = "_native_counter_collection.csv.gz"
 """The end of the name of a process's counters, where the databases have none."""
-_TIMES = "timestamps.csv"
 _ROOFLINE = "roofline.csv"
 _CEILING = re.compile(r"(?P<name>\w+?)(?P<unit>bw|flops|ops)", re.IGNORECASE)
 
@@ -96,9 +95,6 @@ def _table(folder: Path, path: Path) -> KernelTable:
     problems = Problems(replays[0][0])
     # Every replay is of the same kernels, so one of them gives the times.
     found = [sums for files in replays if len(sums := _sums(files, counters, problems))]
-    times = folder / _TIMES
-    if not any(map(_total_ns, found)) and times.is_file():
-        found.append(_sums([times], counters, problems))
     chosen = next(filter(_total_ns, found), next(iter(found), Sums()))
     kernels = chosen.kernels()
     if not kernels:

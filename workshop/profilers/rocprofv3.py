@@ -103,11 +103,6 @@ class _Part:
         self.sums.add(name, total_ns, **more)
         self.phases_ns[phase] += total_ns
 
-    def add_call(self, name: str, total_ns: float, calls: int = 1, **_: Any) -> None:
-        call = self.host_calls.setdefault(name, HostCall())
-        call.calls += calls
-        call.total_ns += total_ns
-
 
 class _Run:
     """Adds up the processes of one run: all that they did, and what their marked steps launched.
@@ -184,17 +179,12 @@ class _Run:
             self._whole.add(**sums, process=process.name)
         if not traced and not summed:
             self._add_counted(process)
-        copied = False
         for event in process.copies or ():
-            copied = True
             # Versions differ in whether they put the operation's prefix before it.
             name = _COPY + event.name.removeprefix(_COPY)
             # Where only sums of the kernels are known, the copies alone make no timeline.
             in_timeline = traced and not self._under_counters
             self._add_event(process, event, name, *place(event), in_timeline, category="copy")
-        for sums in () if copied else process.copy_sums or ():
-            name = _COPY + sums["name"].removeprefix(_COPY)
-            self._whole.add(**sums | {"name": name}, category="copy", process=process.name)
 
     def _places(self, process: Process) -> Callable[[Event], tuple[bool, str]]:
         """Adds the ranges and host calls of a process; a function that says for what it launched
@@ -215,13 +205,12 @@ class _Run:
 
         for call in process.hsa_calls or () if ranges else ():
             note(call)
-        traced = False
         for call in process.host_calls or ():
-            traced = self._calls_traced = True
+            self._calls_traced = True
             for part in self._parts(note(call)):
-                part.add_call(call.name, call.ns)
-        for sums in () if traced else process.host_call_sums or ():
-            self._whole.add_call(**sums)
+                total = part.host_calls.setdefault(call.name, HostCall())
+                total.calls += 1
+                total.total_ns += call.ns
         return lambda event: places.get(event.correlation, (False, ""))
 
     def _add_event(
@@ -286,13 +275,10 @@ _HEADERS: Mapping[str, frozenset[str]] = {
 }
 """The columns that identify a table; the first match counts."""
 _API_TRACES = ("hip_api_trace", "hsa_api_trace", "marker_api_trace")
-_SUMS = ("kernel_stats", "memory_copy_stats", "hip_api_stats")
-_OTHER_SUMS = re.compile(
-    r"(?:domain|marker_api|hsa_api|rccl_api|memory_allocation|scratch_memory)_stats"
-)
-_TABLES = ("kernel_trace", "memory_copy_trace", "counter_collection", "agent_info")
+_SUMS = "kernel_stats"
+_TABLES = ("kernel_trace", _SUMS, "memory_copy_trace", "counter_collection", "agent_info")
 _CSV_NAME = re.compile(
-    rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES + _SUMS)})\.csv(?:\.gz)?"
+    rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES)})\.csv(?:\.gz)?"
 )
 
 
@@ -331,9 +317,9 @@ def _set_of(path: Path) -> Files:
     if table == "api_trace":  # one header for all domains, which the rows name
         names = _API_TRACES
     elif table == "stats":
-        if _OTHER_SUMS.search(path.name):
+        if "stats" in path.name and _SUMS not in path.name:
             raise WorkshopError(f"{path}: sums of other events than kernels; give the folder")
-        names = [next((name for name in _SUMS if name in path.name), _SUMS[0])]
+        names = [_SUMS]
     return Files(path.parent, path.name, dict.fromkeys(names, path))
 
 

@@ -68,11 +68,9 @@ class Process:
     hsa_calls: Iterable[Event] | None = None
     """Calls of the layer below it. Where they are traced too, what was launched has the correlation
     of the call nearest to the hardware."""
-    host_call_sums: Iterable[Sum] | None = None
     kernels: Iterable[Event] | None = None
     kernel_sums: Iterable[Sum] | None = None
     copies: Iterable[Event] | None = None
-    copy_sums: Iterable[Sum] | None = None
     counts: Iterable[Count] | None = None
 
     @property
@@ -147,11 +145,9 @@ def from_tables(tables: Mapping[str, Path], name: str, problems: Problems) -> Pr
         markers=events("marker_api_trace", "Function", "MARKER"),
         host_calls=events("hip_api_trace", "Function", "HIP"),
         hsa_calls=events("hsa_api_trace", "Function", "HSA"),
-        host_call_sums=rows("hip_api_stats", _csv_sums),
         kernels=events("kernel_trace", "Kernel_Name"),
         kernel_sums=rows("kernel_stats", _csv_sums),
         copies=events("memory_copy_trace", "Direction"),
-        copy_sums=rows("memory_copy_stats", _csv_sums),
         counts=rows("counter_collection", _csv_counts),
     )
 

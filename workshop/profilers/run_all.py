@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from workshop import errors
@@ -20,11 +19,11 @@ from workshop import errors
 if __name__ == "__main__":
     errors.begin()
 
-from workshop import results
+from workshop import results, tables
 from workshop.arguments import count, parse
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.profilers import programs, summary
-from workshop.profilers.runner_files import COMMAND_FILE
+from workshop.profilers.runner_files import COMMAND_FILE, locked
 from workshop.profilers.summary import Outcome
 from workshop.run import processes
 
@@ -41,7 +40,6 @@ QUESTIONS = {
 }
 """By tool: what its script answers, in the order of the ladder of tools."""
 
-_STYLES = {"ok": "green", "failed": "bold red"}
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|[\x00-\x09\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _TAIL = 1 << 14
 """Bytes at the end of a log in which the reason of a failure is looked for."""
@@ -62,7 +60,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output-dir", type=Path, required=True, metavar="DIR", help="a folder a tool below it")
     add("--steps", type=count, metavar="N", help="steps (default: each script's own)")
     add("--dry-run", action="store_true", help="print every script's commands and run nothing")
-    add("--lock", type=Path, metavar="FILE", help="a lock's file, deleted at the end")
     return parser
 
 
@@ -72,13 +69,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(build_parser(), words[:split])
     arguments.model_flags = words[split + 1 :]
     arguments.output_dir = arguments.output_dir.absolute()
-    try:
-        return errors.exit_status(
-            lambda: _profile(arguments), interrupted="interrupted: nothing was summed up"
-        )
-    finally:
-        if arguments.lock:
-            arguments.lock.unlink(missing_ok=True)
+    return errors.exit_status(
+        lambda: _profile(arguments), interrupted="interrupted: nothing was summed up"
+    )
 
 
 def _profile(arguments: argparse.Namespace) -> int:
@@ -91,16 +84,17 @@ def _profile(arguments: argparse.Namespace) -> int:
         return _dry_run(outcomes, arguments)
     errors.require("rich", "jinja2")
     _check_model_flags(outcomes, arguments)
-    folder = arguments.output_dir
-    results.prepare_folder(folder)
-    summary.remove(folder)
-    interrupted = _run_each(outcomes, arguments)
-    content = summary.sum_up(program, outcomes, arguments.model_flags, folder)
-    written = summary.write(content, folder)
+    folder = results.prepare_folder(arguments.output_dir)
+    with locked(folder):
+        summary.remove(folder)
+        interrupted = _run_each(outcomes, arguments)
+        content = summary.sum_up(program, outcomes, arguments.model_flags, folder)
+        written = summary.write(content, folder)
     title = f"profilers of {program.key} ({program.title}); outputs in {folder}"
-    _show(title, outcomes, content["headline"])
-    for path in written:
-        print(f"Written: {path}")
+    table = summary.outcome_table(title, outcomes, folder)
+    tables.print_tables([table.columns([0, 2, 3], left=(0, 1))])
+    headline = [content["headline"]] if content["headline"] else []
+    tables.print_notes([*headline, *(f"Written: {path}" for path in written)])
     if interrupted:
         print("interrupted: the table has what was completed", file=sys.stderr)
         return errors.INTERRUPTED
@@ -255,32 +249,6 @@ def _reason(printed: str, status: int) -> str:
     last = (messages or lines)[-1]
     # argparse puts the program's name before it.
     return last.removeprefix("skipped: ").removeprefix("error: ").replace(": error: ", ": ", 1)
-
-
-def _show(title: str, outcomes: Iterable[Outcome], headline: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=132)
-    console.print(Text(title, "bold"))
-    table = Table()
-    table.add_column("tool", no_wrap=True)
-    table.add_column("result", ratio=1)
-    table.add_column("seconds", justify="right", no_wrap=True)
-    for outcome in (outcome for outcome in outcomes if outcome.status != "skipped"):
-        log = f" ({outcome.log})" if outcome.status == "failed" else ""
-        seconds = f"{outcome.seconds:.0f}" if outcome.exit_status is not None else "-"
-        cells = map(Text, (outcome.tool, outcome.result + log, seconds))
-        table.add_row(*cells, style=_STYLES.get(outcome.status))
-    if table.row_count:
-        console.print(table)
-    for reason, tools in summary.skipped(outcomes).items():
-        console.print(Text(f"skipped, {reason}: {', '.join(tools)}", style="dim"))
-    if headline:
-        console.print(Text(headline))
 
 
 if __name__ == "__main__":

@@ -1,34 +1,19 @@
-"""The hot list of a kernel table: on the terminal, and as CSV and JSON."""
+"""The hot list of a kernel table: on the terminal, on pages, and as CSV and JSON."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from workshop import errors
+from workshop import errors, tables
 from workshop.profilers import kernel_file, step_time
 from workshop.profilers.load import load_with_doubts
 from workshop.profilers.names import display_name, distinct_names, printable
 from workshop.profilers.table import Kernel, KernelTable
+from workshop.tables import Cell, Line, Table, number
 
-if TYPE_CHECKING:
-    from rich.text import Text
-
-_LEAST_NAME, _READABLE_NAME = 16, 30
-"""Characters of a name: below the second, figures that can be done without make room for it."""
+_READABLE_NAME, _NAME_ON_A_PAGE = 30, 60
+"""Characters of a name: below the first, figures that can be done without make room for it."""
 _DISPENSABLE = ("max", "min", "mean µs", "calls")
 """The headings of those, the first to go first."""
-COLOURS = {
-    "GEMM": "green",
-    "attention": "cyan",
-    "norm": "magenta",
-    "elementwise": "yellow",
-    "optimizer": "blue",
-    "copy": "red",
-    "communication": "bright_red",
-    "other": "white",
-}
 _Column = tuple[str, Callable[[Kernel, float], float | None]]
 """Format, and the figure of a kernel and the total of all."""
 _COLUMNS: dict[str, _Column] = {
@@ -53,103 +38,95 @@ def show(path: Path, *, limit: int = 15, output_dir: Path | None = None) -> int:
     as kernel_file.CSV_FILE and JSON_FILE; the exit status. A runner has it written to the folder
     that it is about to leave."""
     errors.require("rich")
-    from rich.console import Console
-
     by_its_runner = output_dir is not None and output_dir.resolve() == path.resolve()
     table = load_with_doubts(path, ended=not by_its_runner)
     written = kernel_file.write(table, output_dir) if output_dir is not None else ()
-    console = Console()
-    for renderable in [*render(table, limit, console.width), *render_warnings(table.warnings)]:
-        console.print(renderable)
+    steps = [step_table(table)] if table.step_times else []
+    tables.print_tables([hot_list(table, limit), *steps])
+    tables.print_notes(warnings(table))
     for file in written:
         print(f"Written: {file}")
     return errors.DONE
 
 
-def render(table: KernelTable, limit: int, width: int) -> list[Any]:
-    """The hot list, its summary, and where the time of a step goes, for rich's console of `width`
-    columns: the figures whole, and of the names what then fits."""
-    from rich.table import Table
-    from rich.text import Text
-
+def hot_list(table: KernelTable, limit: int) -> Table:
+    """The longest kernels and the table's summary, for the terminal: the figures whole, and of the
+    names what then fits. Needs rich."""
     shown, rest = table.kernels[:limit], table.kernels[limit:]
+    columns = {"category": [kernel.category for kernel in shown] + [""] * bool(rest)}
+    columns |= _figures(shown, rest, table.total_ns)
     wanted = max((len(display_name(kernel.name, _READABLE_NAME)) for kernel in shown), default=0)
-    categories = max(len(category) for category in ("category", *(k.category for k in shown)))
-    columns = _columns(shown, rest, table.total_ns)
-
-    def left_for_names() -> int:
-        numbers = sum(max(map(len, (heading, *cells))) for heading, cells in columns.items())
-        # Each column is between two spaces and a line.
-        return width - numbers - 3 * len(columns) - categories - 7
-
     for heading in _DISPENSABLE:
-        if left_for_names() < wanted:
+        if room_for_names(columns) < wanted:
             columns.pop(heading, None)
-    left = max(left_for_names(), _LEAST_NAME)
+    names = distinct_names([kernel.name for kernel in shown], room_for_names(columns))
+    names += [f"{len(rest):,} more"] if rest else []
+    rows = zip(names, *columns.values(), strict=True)
+    lines = [Line(row, "dim" if i == len(shown) else None) for i, row in enumerate(rows)]
     where = f", {display_name(table.device, 60)}" if table.device else ""
-    title = Text(f"{printable(table.tool)}{where}: {printable(str(table.path))}")
-    hot = Table(title=title, title_justify="left")
-    hot.add_column(table.what, no_wrap=True, max_width=left)
-    hot.add_column("category", no_wrap=True)
-    for heading in columns:
-        hot.add_column(heading, justify="right", no_wrap=True)
-    names = distinct_names([kernel.name for kernel in shown], left)
-    for index, kernel in enumerate(shown):
-        cells = (texts[index] for texts in columns.values())
-        # Names come from files: as text they can be neither markup nor terminal codes.
-        hot.add_row(Text(names[index]), Text(kernel.category, COLOURS[kernel.category]), *cells)
-    if rest:
-        cells = (texts[-1] for texts in columns.values())
-        hot.add_row(f"{len(rest):,} more", "", *cells, style="dim")
-    return [hot, Text("\n".join(summary(table))), *_render_steps(table)]
+    title = f"{printable(table.tool)}{where}: {printable(str(table.path))}"
+    header = [table.what, *columns]
+    return Table(title, header, lines, list(summary(table)), left=(0, 1), wraps=())
 
 
-def _columns(shown: list[Kernel], rest: list[Kernel], total: float) -> dict[str, list[str]]:
+def short_list(table: KernelTable, limit: int) -> Table:
+    """The longest kernels, for a page; a step each, where the steps are known."""
+    each, over = (table.steps, " a step") if table.steps else (1, "")
+    header = [table.what, "category", f"calls{over}", f"ms{over}", "share"]
+    lines = []
+    for kernel in table.kernels[:limit]:
+        name = Cell(display_name(kernel.name, _NAME_ON_A_PAGE), is_code=True)
+        calls, ms = f"{kernel.calls / each:,.0f}", f"{kernel.total_ns / each / 1e6:,.3f}"
+        lines.append(Line([name, kernel.category, calls, ms, f"{table.share(kernel):.1%}"]))
+    rest = len(table.kernels) - limit
+    title = f"The longest {table.what}s" + (f"; {rest:,} more in the file" if rest > 0 else "")
+    return Table(title, header, lines, left=(0, 1))
+
+
+def room_for_names(columns: Mapping[str, Sequence[str]]) -> int:
+    """Characters that these columns leave for one of names on the terminal, where they are between
+    lines if it is wide, else between spaces; at least 16."""
+    width = tables.terminal().width
+    others = sum(max(map(len, (heading, *cells))) for heading, cells in columns.items())
+    between = (3 if width >= tables.WIDE else 2) * len(columns)
+    return max(width - others - between - 4, 16)
+
+
+def _figures(shown: list[Kernel], rest: list[Kernel], total: float) -> dict[str, list[str]]:
     """The cells by heading, for each kernel that is shown, and for the rest together if there is
     one; without the figures that the tool does not have."""
     together = Kernel("", "other", sum(k.calls for k in rest), sum(k.total_ns for k in rest))
     columns = {}
-    for heading, (style, figure) in _COLUMNS.items():
+    for heading, (form, figure) in _COLUMNS.items():
         found = [figure(kernel, total) for kernel in shown]
         if any(found):
-            columns[heading] = ["-" if n is None else format(n, style) for n in found]
+            columns[heading] = [number(value, form) for value in found]
             if rest:
-                last = figure(together, total) if heading in _OF_SUMS else ""
-                columns[heading].append(format(last, style if last != "" else ""))
+                of_rest = heading in _OF_SUMS and number(figure(together, total), form)
+                columns[heading].append(of_rest or "")
     return columns
 
 
-def _render_steps(table: KernelTable) -> list[Any]:
-    """The steps' time by what then ran, and what they used of the GPU; nothing where the tool does
-    not see it."""
-    from rich.table import Table
-    from rich.text import Text
-
+def step_table(table: KernelTable) -> Table:
+    """The steps' time by what then ran, and what they used of the GPU."""
     steps = table.step_times
-    if not steps:
-        return []
     mean = step_time.mean(steps)
-    parts = Table(title="Where a step's time goes", title_justify="left")
-    parts.add_column("the first active")
-    for heading in ("mean ms", "share", "least", "most"):
-        parts.add_column(heading, justify="right")
+    lines = []
     for category, part in mean.parts_ns.items():
         each = [step.parts_ns[category] for step in steps]
         mean_ms, least, most = (f"{ns / 1e6:,.3f}" for ns in (part, min(each), max(each)))
         if part:
-            parts.add_row(category, mean_ms, f"{part / mean.ns:.1%}", least, most)
-    lines = [f"{len(steps):,} step{'s' * (len(steps) > 1)}, {mean.ns / 1e6:,.3f} ms each"]
+            lines.append(Line([category, mean_ms, f"{part / mean.ns:.1%}", least, most]))
+    notes = [f"{len(steps):,} step{'s' * (len(steps) > 1)}, {mean.ns / 1e6:,.3f} ms each"]
     if table.what == "kernel":
-        lines.append(f"GPU utilisation {mean.gpu_share:.1%}: the share with a kernel running")
-        lines.append(f"of that on tensor cores, by the kernels' names: {mean.tensor_share:.1%}")
-    return [parts, Text("\n".join(lines))]
+        notes.append(f"GPU utilisation {mean.gpu_share:.1%}: the share with a kernel running")
+        notes.append(f"of that on tensor cores, by the kernels' names: {mean.tensor_share:.1%}")
+    header = ["the first active", "mean ms", "share", "least", "most"]
+    return Table("Where a step's time goes", header, lines, notes)
 
 
-def render_warnings(warnings: Iterable[str]) -> list[Text]:
-    """A table's warnings for rich's console. Needs rich."""
-    from rich.text import Text
-
-    return [Text(f"warning: {printable(warning)}", style="yellow") for warning in warnings]
+def warnings(table: KernelTable) -> list[str]:
+    return [f"warning: {warning}" for warning in table.warnings]
 
 
 def summary(table: KernelTable) -> Iterator[str]:

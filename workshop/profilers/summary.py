@@ -3,57 +3,38 @@ above it a page that links the programs' pages. Both pages need nothing beside t
 
 import contextlib
 import dataclasses
-import fnmatch
 import json
-import urllib.parse
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workshop import results
+from workshop import results, tables
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
-from workshop.profilers import advisor, kernel_file
+from workshop.profilers import advisor, kernel_file, show
 from workshop.profilers.load import load_with_doubts, recorded
-from workshop.profilers.names import display_name
 from workshop.profilers.programs import PROGRAMS, Program
 from workshop.results import RunResult
+from workshop.tables import Cell, Line, Link, Table
 
 SCHEMA_VERSION = 1
 SUMMARY_FILE, PAGE_FILE = "summary.json", "index.html"
 _MARK = "<!-- the versions' profiles -->"
 """In the page above the versions' folders: what it may replace."""
-
-_PERFETTO = ("Perfetto", "https://ui.perfetto.dev")
-_SHEET = ("a spreadsheet", "")
-# By pattern of a file's name, the first that fits: what it is, what opens it, and where that is.
-_KINDS = (
-    ("kernels.csv", "the kernel table", *_SHEET),
-    ("kernels.json", "the kernel table, for programs", "", ""),
-    ("run.jsonl", "what was profiled", "", ""),
-    ("command.txt", "the commands that were run", "", ""),
-    ("output.txt", "what they printed", "", ""),
-    ("*.pt.trace.json*", "timeline of a few steps", *_PERFETTO),
-    ("*.pftrace", "timeline", *_PERFETTO),
-    ("*.proto", "timeline", *_PERFETTO),
-    ("*.pickle", "every allocation on the GPU", "the visualiser", "https://pytorch.org/memory_viz"),
-    ("*.nsys-rep", "timeline", "nsys-ui", ""),
-    ("*.ncu-rep", "metrics of every launch", "ncu-ui", ""),
-    ("*.hatchet", "time by kernel", "proton-viewer -m time/ms FILE", ""),
-    ("*.db", "database of the trace", "rocpd convert -i FILE -f pftrace, or sqlite3", ""),
-    ("*.sqlite", "database of the trace", "sqlite3", ""),
-    ("operators*", "time and memory by operator", "", ""),
-    ("flops.*", "operations of a step", "", ""),
-    ("*_cuda_gpu_kern_sum.csv", "time by kernel", *_SHEET),
-    ("*_kernel_stats.csv", "time by kernel", *_SHEET),
-    ("*_kernel_trace.csv", "every launch", *_SHEET),
-    ("*_counter_collection.csv", "counters of every launch", *_SHEET),
-    ("roofline.csv", "the chip's ceilings, measured", *_SHEET),
-    ("*.csv", "table", *_SHEET),
-    ("*.html", "page", "this browser", ""),
-    ("*", "", "", ""),
-)
+_HOT = 8
+_OPENED_BY = {
+    "a spreadsheet": (".csv",),
+    "https://ui.perfetto.dev": (".trace.json.gz", ".pftrace", ".proto"),
+    "https://pytorch.org/memory_viz": (".pickle",),
+    "nsys-ui": (".nsys-rep",),
+    "ncu-ui": (".ncu-rep",),
+    "proton-viewer -m time/ms FILE": (".hatchet",),
+    "rocpd convert -i FILE -f pftrace, or sqlite3": (".db",),
+}
+"""Programs by the ends of names of the files that they open."""
+_STYLES = {"failed": "red", "interrupted": "red"}
 
 
 @dataclass
@@ -84,15 +65,6 @@ class Outcome:
         return self.shown_status + (f": {self.reason}" if self.reason else "")
 
 
-def skipped(outcomes: Iterable[Outcome]) -> dict[str, list[str]]:
-    """Tools that were skipped, by the reason: many have the same one."""
-    tools: dict[str, list[str]] = {}
-    for outcome in outcomes:
-        if outcome.status == "skipped":
-            tools.setdefault(outcome.reason, []).append(outcome.tool)
-    return tools
-
-
 def sum_up(
     program: Program, outcomes: list[Outcome], model_flags: list[str], folder: Path
 ) -> dict[str, Any]:
@@ -118,8 +90,8 @@ def _findings(outputs: list[Path]) -> dict[str, Any]:
     """The advice on the first kernel table that a tool left, and what was profiled."""
     findings: dict[str, Any] = {"device": "", "configuration": "", "headline": ""}
     findings |= {"advice": [], "warnings": []}
-    tables = (output / kernel_file.JSON_FILE for output in outputs)
-    path = next(filter(Path.is_file, tables), None)
+    files = (output / kernel_file.JSON_FILE for output in outputs)
+    path = next(filter(Path.is_file, files), None)
     if path is None:
         return findings
     try:
@@ -163,6 +135,25 @@ def _utilisation(outputs: list[Path]) -> str:
     return ""
 
 
+def outcome_table(title: str, outcomes: Iterable[Outcome], folder: Path) -> Table:
+    """How each tool ended, for terminal and page; those that were skipped are in the notes, by the
+    reason, since many have the same one."""
+    lines: list[Line] = []
+    skipped: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        if outcome.status == "skipped":
+            skipped.setdefault(outcome.reason, []).append(outcome.tool)
+            continue
+        log = [Link(outcome.log, folder / outcome.log)] if outcome.status in _STYLES else []
+        tool = Cell(outcome.tool, anchor=outcome.tool if outcome.filled else "")
+        seconds = "-" if outcome.exit_status is None else f"{outcome.seconds:.0f}"
+        cells = [tool, outcome.question, Cell(outcome.result, log), seconds]
+        lines.append(Line(cells, _STYLES.get(outcome.status)))
+    notes = [f"skipped, {reason}: {', '.join(tools)}" for reason, tools in skipped.items()]
+    header = ["tool", "question it answers", "result", "seconds"]
+    return Table(title, header, lines, notes, left=(0, 1, 2))
+
+
 # --- files and pages -----------------------------------------------------------------------------
 
 
@@ -187,62 +178,65 @@ def remove(folder: Path) -> None:
 
 
 def _program_page(content: dict[str, Any], folder: Path) -> str:
-    """Args:
-    folder: the page's, to which links are relative.
-    """
     outcomes = [Outcome(**fields) for fields in content["tools"]]
-    tools = []
-    for outcome in outcomes:
-        output, table = folder / outcome.output, None
-        if outcome.filled:
-            with contextlib.suppress(WorkshopError):
-                table = kernel_file.read(output / kernel_file.JSON_FILE)
-        files = _files(output, folder) if outcome.filled else []
-        log = _link(folder / outcome.log, folder)
-        tools.append({"outcome": outcome, "log": log, "files": files, "table": table})
-    return _render("summary.html.j2", content, tools=tools, skipped=skipped(outcomes))
+    facts = {name: content[name] for name in ("device", "configuration")}
+    facts |= {"flags of the model": " ".join(content["model_flags"])}
+    facts |= {"made": content["created"]}
+    how = outcome_table("What each profiler answers, and how it ended here", outcomes, folder)
+    parts: list[tuple[str, list[Table]]] = [("", [how])]
+    for outcome in (outcome for outcome in outcomes if outcome.filled):
+        own = [_files(folder / outcome.output, folder / outcome.log)]
+        with contextlib.suppress(WorkshopError):
+            table = kernel_file.read(folder / outcome.output / kernel_file.JSON_FILE)
+            own.insert(0, show.short_list(table, _HOT))
+        parts.append((outcome.tool, own))
+    title = f"Profiles of {content['version']}: {content['title']}"
+    return _page(title, parts, folder, facts, content)
 
 
 def _overview(folder: Path) -> str:
-    """The page of the programs whose summaries lie below a folder."""
-    summaries = []
+    """The page of the programs whose summaries are below a folder."""
+    lines = []
     for key in PROGRAMS:
         try:
             content = json.loads((folder / key / SUMMARY_FILE).read_text(encoding="utf-8"))
-            statuses = [Outcome(**fields).shown_status for fields in content["tools"]]
+            counts = Counter(Outcome(**fields).shown_status for fields in content["tools"])
+            facts = [content[name] for name in ("headline", "device", "configuration", "created")]
+            program = Link(f"{content['version']}: {content['title']}", folder / key / PAGE_FILE)
         except (OSError, ValueError, KeyError, TypeError):  # not run yet, or by another checkout
             continue
-        counts = {status: statuses.count(status) for status in dict.fromkeys(statuses)}
-        summaries.append(content | {"page": f"{key}/{PAGE_FILE}", "counts": counts})
-    return _render("overview.html.j2", {"mark": _MARK, "summaries": summaries})
+        ended = ", ".join(f"{count} {status}" for status, count in counts.items())
+        lines.append(Line([Cell("", [program]), ended, *facts]))
+    header = ["program", "profilers", "what the profile says", "device", "configuration", "made"]
+    title = "How the profilers ended, and what bounds each program"
+    table = Table(title, header, lines, left=range(len(header)))
+    return _page("Profiles of the programs", [("", [table])], folder, {}, {}) + _MARK
 
 
-def _render(template: str, content: dict[str, Any], **more: Any) -> str:
+def _page(
+    title: str,
+    parts: list[tuple[str, list[Table]]],
+    folder: Path,
+    facts: dict[str, str],
+    findings: dict[str, Any],
+) -> str:
+    """A page of titled parts with their tables, to which links are relative."""
     import jinja2
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["moment"] = lambda iso: f"{iso[:10]} {iso[11:16]} UTC"
-    environment.filters["short"] = display_name
-    return environment.get_template(template).render(content, **more)
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
+    template = environment.get_template("summary.html.j2")
+    drawn = [(name, [(tables.html(t, folder), t.notes) for t in own]) for name, own in parts]
+    return template.render(findings | {"title": title, "parts": drawn, "facts": facts})
 
 
-def _files(output: Path, folder: Path) -> list[dict[str, str]]:
-    """Each file's link and name, what it is, what opens it, where that is, and its size."""
-    files = []
-    for path in sorted(filter(Path.is_file, output.rglob("*"))):
-        _, what, opener, url = next(k for k in _KINDS if fnmatch.fnmatch(path.name, k[0]))
-        size = path.stat().st_size
+def _files(output: Path, log: Path) -> Table:
+    """The files of a tool, with what opens each."""
+    lines = []
+    for path in (*sorted(filter(Path.is_file, output.rglob("*"))), log):
+        name = str(path.relative_to(output)) if path != log else "what the script printed"
+        openers = (who for who, ends in _OPENED_BY.items() if path.name.endswith(ends))
+        size = path.stat().st_size if path.is_file() else 0
         shown = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
-        found = {"href": _link(path, folder), "name": str(path.relative_to(output))}
-        files.append(found | {"what": what, "opener": opener, "url": url, "size": shown})
-    return files
-
-
-def _link(path: Path, folder: Path) -> str:
-    return urllib.parse.quote(path.relative_to(folder).as_posix())
+        lines.append(Line([Cell("", [Link(name, path)]), next(openers, ""), shown]))
+    return Table("Files", ["file", "opens in", "size"], lines, left=(0, 1))

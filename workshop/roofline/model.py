@@ -9,9 +9,7 @@ No share makes a kernel "bound" by its roof: what the rest of its time went to i
 and a threshold would say opposite things of two kernels a percent apart. RULE tells readers so.
 """
 
-import csv
 import dataclasses
-import io
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -255,16 +253,6 @@ def _record(roofline: Roofline, point: Point) -> dict[str, Any]:
         "of_measured": share(point, measured) if measured else None,
         "implausible": bool(exceeded(roofline, point)),
     }
-
-
-def as_csv(roofline: Roofline) -> str:
-    """A line for each point, of which there must be one."""
-    text = io.StringIO()
-    rows = [_record(roofline, point) for point in roofline.points]
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def as_json(roofline: Roofline) -> dict[str, Any]:

@@ -63,3 +63,8 @@ def step_flops(config: Sizes, batch_size: int, seq_len: int, *, causal: bool = T
     """Operations of one training step on (batch_size, seq_len) tokens."""
     products = matmul_flops(config, batch_size * seq_len)
     return StepFlops(products + attention_flops(config, batch_size, seq_len, causal=causal))
+
+
+def step_tflops(config: Sizes, batch_size: int, seq_len: int, step_ms: float) -> float:
+    """The rate of a step of that duration, in TFLOP/s."""
+    return step_flops(config, batch_size, seq_len).total / (step_ms / 1e3) / 1e12

@@ -21,15 +21,12 @@ SPEED_HEADER = ("version", "samples/s", "tokens/s", "step ms", "forward", "backw
 PROOF_HEADER = ("version", "verdict", "gradients", "loss", "peak MB", "memory", "TFLOP/s",
                 "of peak")  # fmt: skip
 _STYLES = {"failed": "red", "skipped": "dim"}
-_NOT_IN_CSV = ("gate_shape", "plausibility", "memory_mb", "setup_s", "prepared_beside")
 
 
 def of_rows(found: list[Row]) -> Report:
     names = [field.name for field in dataclasses.fields(Row)]
-    items = [_row_record(row, names) for row in found]
-    records = [{k: v for k, v in item.items() if k not in _NOT_IN_CSV} for item in items]
     tables = [table for group in groups(found) for table in group_tables(group)]
-    return Report("rows", tables, items, records)
+    return Report("rows", tables, [_row_record(row, names) for row in found])
 
 
 def _row_record(row: Row, names: Iterable[str]) -> dict[str, Any]:
@@ -150,13 +147,11 @@ _WATERFALL_LEGEND = (
 
 
 def of_waterfalls(found: Sequence[Waterfall]) -> Report:
-    items, records = [], []
-    for one in found:
-        head = _fields(one, without="steps")
-        steps = [_step_record(step) for step in one.steps]
-        items.append(head | {"steps": steps})
-        records += [head | {k: v for k, v in step.items() if k != "plausibility"} for step in steps]
-    return Report("waterfalls", list(map(waterfall_table, found)), items, records)
+    items = [
+        _fields(one, without="steps") | {"steps": list(map(_step_record, one.steps))}
+        for one in found
+    ]
+    return Report("waterfalls", list(map(waterfall_table, found)), items)
 
 
 def waterfall_table(one: Waterfall) -> Table:
@@ -234,15 +229,14 @@ _POINT_FIELDS = ("status", "parity", "note", "runs", "step_ms", "step_spread", "
 
 
 def of_sweeps(found: Sequence[Sweep]) -> Report:
-    items, records = [], []
+    items = []
     for one in found:
-        head, curves = _fields(one, without="curves"), []
-        for curve in one.curves:
-            points = [_point_record(point) for point in curve.points]
-            curves.append(_fields(curve, without="points") | {"points": points})
-            records += [head | {"version": curve.label} | point for point in points]
-        items.append(head | {"curves": curves})
-    return Report("sweeps", list(map(sweep_table, found)), items, records)
+        curves = [
+            _fields(curve, without="points") | {"points": list(map(_point_record, curve.points))}
+            for curve in one.curves
+        ]
+        items.append(_fields(one, without="curves") | {"curves": curves})
+    return Report("sweeps", list(map(sweep_table, found)), items)
 
 
 def sweep_table(one: Sweep) -> Table:

@@ -23,8 +23,8 @@ from workshop.profilers import advisor, show
 from workshop.profilers.load import load, recorded_run
 from workshop.results import RunResult
 from workshop.run import chips, float8_cost, precision, presets
-from workshop.show import comparisons, ladders, page, sections
-from workshop.tables import SAME, fill_last_column, markdown_rows
+from workshop.show import comparisons, ladders, page
+from workshop.tables import SAME, fill_last_column, markdown_rows, number
 from workshop.versions import ALL, BASELINE, PEERS, ROOT, VERSIONS
 
 LADDER_CONFIGS, LADDER_PRECISION = ("small", "medium"), "bf16"
@@ -171,6 +171,30 @@ def _range(values: Sequence[float], unit: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+# --- exercises/instructor_guide.md ----------------------------------------------------------------
+
+
+def steps(collection: Collection) -> str:
+    """A line for each version at LADDER_CONFIGS that passed the gate, with a file that has it."""
+    header = ["version", "size", "step ms", "forward", "backward", "optimizer", "speed-up [95%]",
+              "peak MB", "of it activations and rest", "of peak", "files"]  # fmt: skip
+    lines = []
+    for group in ladders.ladders(collection.runs):
+        for row, stored in group.pairs():
+            shown = row.version in VERSIONS and not row.variant and row.step_ms is not None
+            if shown and row.config in LADDER_CONFIGS and row.precision == LADDER_PRECISION:
+                times = (row.step_ms, row.forward_ms, row.backward_ms, row.optimizer_ms)
+                rest, path = row.memory_mb.get("rest"), stored[0].path
+                rest = rest if isinstance(rest, (int, float)) else None
+                file = tables.href(path, ROOT / "exercises")
+                lines.append([
+                    row.label, f"{group.size}, {row.device}", *(number(ms, ",.2f") for ms in times),
+                    row.speedup_text(), number(row.peak_memory_mb, ",.0f"), number(rest, ",.0f"),
+                    number(row.peak_share, ".1%"), f"[{path.name}]({file})",
+                ])  # fmt: skip
+    return markdown_rows(header, lines, range(2))
+
+
 # --- docs/what_each_idea_is_worth.md -------------------------------------------------------------
 
 
@@ -259,7 +283,7 @@ def _profile(folder: Path) -> str:
     lines = [
         f"`{run.config_name}`, {run.precision}, {run.device['name']} ({source}):",
         "",
-        tables.markdown_body(sections.hot_list(table, HOT_KERNELS)),
+        tables.markdown_body(show.short_list(table, HOT_KERNELS)),
         "",
         *(f"- {line}" for line in show.summary(table)),
     ]

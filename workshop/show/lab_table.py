@@ -1,5 +1,4 @@
-"""The rows of a lab as a table for the terminal, Markdown, the dashboard and the report; as JSON
-and CSV."""
+"""The rows of a lab as a table for the terminal, Markdown and the page, and as JSON."""
 
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,10 +19,8 @@ _ONE_PROCESS = f"({ONE_PROCESS}): no interval, which takes two processes of each
 def of_labs(groups: Sequence[Sequence[LabRow]]) -> Report:
     """All forms of some groups' rows: `labs.newest` makes groups, or `[labs.build_rows(runs)]` is
     one. A terminal has no room for all columns, so that a group has two tables."""
-    items = [_record(row) for group in groups for row in group]
-    records = [{k: v for k, v in item.items() if k != "plausibility"} for item in items]
     tables = [table for group in groups for table in _in_two(lab_table(group))]
-    return Report("rows", tables, items, records)
+    return Report("rows", tables, [_record(row) for group in groups for row in group])
 
 
 def lab_table(rows: Sequence[LabRow]) -> Table:

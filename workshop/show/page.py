@@ -6,7 +6,7 @@ template is escaped, so that no name from a file becomes markup.
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from workshop.show import charts, sections
 from workshop.show.drawing import Chart
 from workshop.show.ladders import Group, at_a_glance, ladder_section, ladders, speedups
 from workshop.show.sections import Alarm, Section
-from workshop.tables import Cell, Line, Link, Table, escape, escape_block
+from workshop.tables import Cell, Line, Link, Table
 from workshop.versions import BASELINE, ROOT
 
 Shown = Callable[[str], object]
@@ -440,94 +440,18 @@ def _render(template: str, folder: Path | None, **content: object) -> str:
     return environment.get_template(template).render(files=files, **content)
 
 
-# --- Markdown ------------------------------------------------------------------------------------
-
-
-def markdown_page(page: Page, folder: Path) -> str:
-    """The page as GitHub's Markdown, with words in place of its charts."""
-    blocks = [f"# {escape(page.title)}", _listed(page.sentences)]
-    for shelf in page.shelves:
-        blocks += [f"## {shelf.title}", _alarms(shelf.alarms, folder), escape(shelf.verdicts)]
-        if shelf.glance:
-            blocks += [f"{shelf.glance.title}:", tables.markdown_body(shelf.glance, folder)]
-        for device in shelf.devices:
-            blocks += [f"## {escape(device.name)}", _facts(device.facts)]
-            blocks += _tables(device.tables, folder)
-            blocks += [_section(section, folder) for section in device.sections]
-        if shelf.broken:
-            reasons = [f"{tables.markdown_links([link], folder)}: {escape(why)}"
-                       for link, why in shelf.broken]  # fmt: skip
-            blocks += [
-                "### Broken files",
-                "The page has nothing of these.",
-                "- " + "\n- ".join(reasons),
-            ]
-    blocks += ["## How to read the tables", _facts(HOW_TO_READ)]
-    return "\n\n".join(filter(None, blocks)) + "\n"
-
-
-def _alarms(alarms: Sequence[Alarm], folder: Path) -> str:
-    if not alarms:
-        return ""
-    lines = [
-        f"- **{alarm.kind}** {escape(alarm.text)} ({tables.markdown_links(alarm.links, folder)})"
-        for alarm in alarms
-    ]
-    return "\n".join(
-        [f"**{len(alarms)} to look into before any number here is quoted:**", "", *lines]
-    )
-
-
-def _section(section: Section, folder: Path) -> str:
-    words = [f"{chart.title}. {chart.alt}" for chart in section.charts]
-    blocks = [
-        f'<a id="{section.anchor}"></a>\n\n### {escape(section.title)}',
-        tables.markdown_links(section.links, folder),
-        escape(section.intro),
-        *_tables(section.tables, folder),
-        _listed([*section.sentences, *words]),
-    ]
-    return "\n\n".join(filter(None, blocks))
-
-
-def _tables(found: Iterable[Table], folder: Path) -> list[str]:
-    return [f"**{escape(t.title)}**\n\n{tables.markdown_body(t, folder)}" for t in found]
-
-
-def _listed(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {escape_block(line)}" for line in lines)
-
-
-def _facts(found: Iterable[tuple[str, str]]) -> str:
-    return "\n".join(f"- **{what}**: {escape(text)}" for what, text in found)
-
-
 # --- a participant's sheet -----------------------------------------------------------------------
 
 
-def sheet(parts: Sequence[Part], folder: Path, exercises: Table) -> tuple[str, str] | None:
+def sheet(parts: Sequence[Part], folder: Path, exercises: Table) -> str | None:
     """A participant's own ladders and labs, and how far they are in the exercises, with room for
-    what they saw: as HTML and as Markdown; None without any runs of theirs."""
+    what they saw; None without any runs of theirs."""
     own = next((part for part in parts if part.title == OWN and (part.rows or part.lab_rows)), None)
     if own is None:
         return None
-    page = make([own], title="My results")
-    devices = page.shelves[0].devices
+    devices = make([own], title="My results").shelves[0].devices
     for device in devices:
         kept = [one for one in device.sections if one.kind in (sections.LADDERS, sections.LABS)]
         device.sections, device.charts, device.tables = kept, [], []
-    html = _render(
-        "sheet.html.j2", folder, devices=devices, exercises=exercises, questions=QUESTIONS
-    )
-    machines = "; ".join(escape(device.name) for device in devices)
-    rows = [["name", ""], ["machine", machines], ["what I expected before the first run", ""]]
-    blocks = ["# My results", tables.markdown_rows(["", ""], rows, (0, 1))]
-    if exercises.lines:
-        blocks += [f"## {exercises.title}", tables.markdown_body(exercises)]
-    for device in devices:
-        blocks += [f"## {escape(device.name)}", _facts(device.facts)]
-        for section in (dataclasses.replace(one, charts=[]) for one in device.sections):
-            blocks += [_section(section, folder), "What I see in these numbers:", "&nbsp;"]
-    blocks.append("## What I found")
-    blocks += [f"{i}. {question}\n\n   &nbsp;" for i, question in enumerate(QUESTIONS, 1)]
-    return html, "\n\n".join(filter(None, blocks)) + "\n"
+    content = {"devices": devices, "exercises": exercises, "questions": QUESTIONS}
+    return _render("sheet.html.j2", folder, **content)

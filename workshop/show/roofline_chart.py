@@ -344,7 +344,7 @@ def table(roofline: Roofline, most: int) -> Table:
     """The first points in words and numbers, without the columns that none of them fills."""
     lines = [TableLine(_cells(roofline, i, p)) for i, p in enumerate(roofline.points[:most], 1)]
     left = len(roofline.points) - most
-    notes = [f"and {left} more, in roofline.csv"] if left > 0 else []
+    notes = [f"and {left} more, in roofline.json"] if left > 0 else []
     kept = [i for i in range(len(_HEADER)) if any(line.cells[i] != "-" for line in lines)]
     names = [_HEADER[i] for i in kept]
     words, wide = ([i for i, name in enumerate(names) if name in its] for its in (_WORDS, _WIDE))

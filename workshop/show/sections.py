@@ -22,10 +22,8 @@ from workshop.kernels.cases import OURS
 from workshop.labs import LabRow, LabRun
 from workshop.profilers import advisor, kernel_file, show
 from workshop.profilers.categories import CATEGORIES
-from workshop.profilers.names import display_name
 from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
 from workshop.profilers.runner_files import RUN_FILE
-from workshop.profilers.table import KernelTable
 from workshop.results import FAIL, SKIPPED, RunResult
 from workshop.roofline import ceilings, inputs
 from workshop.roofline.model import Roofline, flags, sentences
@@ -42,7 +40,7 @@ LADDERS, STUDIES, LABS, KERNELS, PROFILES, OTHER = (
 """Kinds of sections, in the order of a page."""
 _KERNELS_IN_WORDS = 6
 """Kernels whose distance from their roofs is given in words."""
-_HOT, _NAME_WIDTH = 10, 60
+_HOT = 10
 """Kernels of a hot list, and letters of a name."""
 
 
@@ -336,7 +334,7 @@ def profile(found: Profile, folders: Sequence[Path]) -> Section:
     part.links = tuple(Link(path.name, path) for path in (file, record) if path)
     if found.run:
         part.size, part.precision = printable(size_name(found.run)), found.run.precision
-    part.tables = [hot_list(found.table, _HOT)]
+    part.tables = [show.short_list(found.table, _HOT)]
     part.say((*show.summary(found.table), *found.table.warnings))
     for advice in advisor.advise(found.table, found.record):
         part.say([f"{advice.sentence} {advice.treatment}"])
@@ -352,20 +350,6 @@ def _tool_and_size(found: Profile) -> list[str]:
     if found.lab:
         size = f"{found.lab.subject}, {found.lab.variant}"
     return [printable(part) for part in (found.tool or "an unnamed tool", size) if part]
-
-
-def hot_list(table: KernelTable, top: int) -> Table:
-    """The longest kernels; a step each, where the steps are known."""
-    each, over = (table.steps, " a step") if table.steps else (1, "")
-    header = [table.what, "category", f"calls{over}", f"ms{over}", "share"]
-    lines = []
-    for kernel in table.kernels[:top]:
-        name = Cell(display_name(kernel.name, _NAME_WIDTH), is_code=True)
-        calls, ms = f"{kernel.calls / each:,.0f}", f"{kernel.total_ns / each / 1e6:,.3f}"
-        lines.append(Line([name, kernel.category, calls, ms, f"{table.share(kernel):.1%}"]))
-    rest = len(table.kernels) - top
-    title = f"The longest {table.what}s" + (f"; {rest:,} more in the file" if rest > 0 else "")
-    return Table(title, header, lines, left=(0, 1))
 
 
 def category_charts(profiles: Sequence[Profile]) -> list[Chart]:

@@ -18,7 +18,6 @@ sys.path.insert(
 )
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
     from workshop.needed import import_torch
 
     import_torch()

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-
 from workshop import errors
 
 if __name__ == "__main__":
@@ -24,7 +22,7 @@ from workshop.arguments import argument, option, run
 from workshop.errors import WorkshopError
 from workshop.profilers import ncu
 from workshop.profilers.names import display_name, printable
-from workshop.profilers.ncu import Counted, Report
+from workshop.profilers.ncu import Report
 
 SEEDS_COUNTERS = tuple(
     f"smsp__sass_thread_inst_executed_op_{op}_pred_on.sum" for op in ("fadd", "fmul", "ffma")
@@ -34,6 +32,11 @@ MOST_OFF = 0.02
 """Share of the model's operations: a larger difference is warned of."""
 MOST_FLOPS = 1e21
 """Limit for a profiled step."""
+MISSING = "kernels or kinds of operations are missing, or an algorithm needs fewer"
+WHOLE_TILES = (
+    "tensor cores count whole tiles, also where a layer has fewer channels than its tile; "
+    "element-wise kernels count too, and whatever else ran"
+)
 NAME_WIDTH = 60
 
 
@@ -67,18 +70,6 @@ def _sum_up(options: Options) -> int:
     if options.out:
         results.prepare_file(options.out, "--out")
     report = ncu.read_counts(options.report)
-    check(report)
-    label = printable(options.label or options.report.stem)
-    text = "\n".join(summary(report, label, options.flops)) + "\n"
-    print(text, end="")
-    if options.out:
-        results.write_text(options.out, text)
-        print(f"Written: {options.out}")
-    return errors.DONE
-
-
-def check(report: Report) -> None:
-    """Raises WorkshopError: operations or bytes were not collected."""
     missing = [metric for metric in SEEDS_COUNTERS if metric not in report.metrics]
     if ncu.DRAM not in report.total.moved:
         missing += ["dram__bytes_read.sum", "dram__bytes_write.sum"]
@@ -87,17 +78,18 @@ def check(report: Report) -> None:
             f"{report.path}: ncu did not collect {', '.join(missing)}: name them under --metrics, "
             "as run_ncu.sh does"
         )
+    label = printable(options.label or options.report.stem)
+    lines = *summary(report, label), *_doubts(report, options.flops), "", *_table(report)
+    text = "\n".join(lines) + "\n"
+    print(text, end="")
+    if options.out:
+        results.write_text(options.out, text)
+        print(f"Written: {options.out}")
+    return errors.DONE
 
 
-# --- in words ------------------------------------------------------------------------------------
-
-
-def summary(report: Report, label: str, model_flops: float | None = None) -> Iterator[str]:
-    """The lines of the summary.
-
-    Args:
-        model_flops: operations that the model's layers do.
-    """
+def summary(report: Report, label: str) -> Iterator[str]:
+    """The sums over all kernels, in words."""
     total = report.total
     yield f"label: {label}"
     if report.device:
@@ -107,29 +99,21 @@ def summary(report: Report, label: str, model_flops: float | None = None) -> Ite
     yield f"FLOPs: {total.flops:.6g}"
     yield from (f"  {kind}: {count:.6g}" for kind, count in total.operations.items())
     yield from (f"bytes, {level}: {moved:.6g}" for level, moved in total.moved.items())
-    yield from (f"AI, {level}: {_intensity(total, level)} FLOP/byte" for level in total.moved)
-    yield f"GFLOP/s: {_gflops(total)}"
-    yield from (
-        f"{part} throughput: {busy / total.time_ns:.1%} of its peak, by time"
-        for part, busy in total.busy_ns.items()
-    )
-    yield from _doubts(report, model_flops)
-    yield ""
-    yield from _table(report)
+    intensities = {level: _ratio(total.flops, moved, 6) for level, moved in total.moved.items()}
+    yield from (f"AI, {level}: {ai} FLOP/byte" for level, ai in intensities.items())
+    yield f"GFLOP/s: {_ratio(total.flops, total.time_ns, 3)}"
+    for part, busy in total.busy_ns.items():
+        yield f"{part} throughput: {busy / total.time_ns:.1%} of its peak, by time"
 
 
-def _intensity(counted: Counted, level: str) -> str:
-    """Operations for each byte at a level, as --ai takes them; "-" without any byte."""
-    moved = counted.moved.get(level)
-    return f"{counted.flops / moved:.6f}" if moved else "-"
-
-
-def _gflops(counted: Counted) -> str:
-    return f"{counted.flops / counted.time_ns:.3f}" if counted.time_ns else "-"
+def _ratio(amount: float, divisor: float | None, digits: int) -> str:
+    """As --ai and --gflops take it; "-" for a division by nothing."""
+    return f"{amount / divisor:.{digits}f}" if divisor else "-"
 
 
 def _doubts(report: Report, model_flops: float | None) -> Iterator[str]:
-    """Sentences on what is not in the figures, and on how far they are from the model's."""
+    """Sentences on what is not in the figures, and on how far they are from the operations that
+    the model's layers do."""
     total = report.total
     yield from (f"warning: {warning}" for warning in report.warnings)
     if not any(kind.endswith(ncu.TENSOR) for kind in total.operations):
@@ -146,16 +130,8 @@ def _doubts(report: Report, model_flops: float | None) -> Iterator[str]:
         off = total.flops / model_flops - 1
         yield f"model: {model_flops:.6g} FLOPs; counted {off:+.2%}"
         if abs(off) > MOST_OFF:
-            yield f"warning: counted and model differ by more than {MOST_OFF:.0%}: {_why(off)}"
-
-
-def _why(off: float) -> str:
-    if off < 0:
-        return "kernels or kinds of operations are missing, or an algorithm needs fewer"
-    return (
-        "tensor cores count whole tiles, also where a layer has fewer channels than its tile; "
-        "element-wise kernels count too, and whatever else ran"
-    )
+            why = MISSING if off < 0 else WHOLE_TILES
+            yield f"warning: counted and model differ by more than {MOST_OFF:.0%}: {why}"
 
 
 def _table(report: Report) -> Iterator[str]:
@@ -166,16 +142,13 @@ def _table(report: Report) -> Iterator[str]:
          *(f"{'AI ' + level:>10}" for level in levels), " kernel"]
     )  # fmt: skip
     for kernel in report.kernels:
-        intensities = " ".join(_short(_intensity(kernel, level)) for level in levels)
+        rates = [_ratio(kernel.flops, kernel.time_ns, 3)]
+        rates += [_ratio(kernel.flops, kernel.moved.get(level), 3) for level in levels]
         yield (
             f"{kernel.time_ns / report.total.time_ns:7.1%} {kernel.calls:6d} "
-            f"{kernel.time_ns / 1e6:10.4f} {kernel.flops / 1e9:10.3f} {_short(_gflops(kernel))} "
-            f"{intensities}  {display_name(kernel.name, NAME_WIDTH)}"
+            f"{kernel.time_ns / 1e6:10.4f} {kernel.flops / 1e9:10.3f} "
+            f"{' '.join(f'{rate:>10}' for rate in rates)}  {display_name(kernel.name, NAME_WIDTH)}"
         )
-
-
-def _short(number: str) -> str:
-    return f"{number if number == '-' else format(float(number), '.3f'):>10}"
 
 
 if __name__ == "__main__":

@@ -129,6 +129,11 @@ class Case:
     def is_product(self) -> bool:
         return self.op.kind == MATRIX
 
+    @property
+    def in_whole(self) -> bool:
+        """Whether the check takes all elements in fp64 at once."""
+        return self.sparse or self.op.kind in (MATRIX, REDUCTION)
+
 
 def make_case(
     op: str, op_type: str | None, dim1: str, dim2: str | None, *, inplace: bool = False
@@ -137,9 +142,8 @@ def make_case(
     do not fit."""
     name = op.removesuffix("_")
     if name not in OPS:
-        near = difflib.get_close_matches(name, OPS, n=3)
-        hint = f"did you mean {' or '.join(near)}" if near else f"known are {', '.join(OPS)}"
-        raise WorkshopError(f"--op {op}: not known; {hint}?" if near else f"--op {op}: {hint}")
+        near = difflib.get_close_matches(name, OPS, n=3) or OPS
+        raise WorkshopError(f"--op {op}: not known; did you mean {' or '.join(near)}?")
     own = OPS[name].kind
     sparse = op_type == SPARSE
     if op_type not in (None, own) and not (sparse and name == "add"):
@@ -271,14 +275,6 @@ def _draw(
     return drawn.abs_().add_(0.5) if values == POSITIVE else drawn
 
 
-def checked_elements(case: Case) -> int:
-    """Elements that the check takes in fp64 at a time."""
-    if case.sparse:
-        return 3 * math.prod(case.dims[1])
-    elements = sum(math.prod(dim) for dim in case.dims)
-    return elements if case.is_product or case.op.kind == REDUCTION else min(elements, 3 * PART)
-
-
 def allowed_roundings(case: Case, dtype: torch.dtype, roundoff: float) -> float:
     """How far a result may be from fp64's, in roundings of one number of its type. Sums are taken
     in fp32 or better, whatever the type."""
@@ -301,7 +297,7 @@ def error_roundings(case: Case, inputs: list[Tensor], result: Tensor, roundoff: 
     if case.name in ("argmax", "argmin"):  # of equal elements any
         found = inputs[0].view(-1)[result.clamp(0, inputs[0].numel() - 1)]
         return _roundings(found, getattr(torch, case.name[3:])(inputs[0].double()), roundoff)
-    if case.is_product or case.op.kind == REDUCTION:
+    if case.in_whole:
         true = _truth(case, inputs)
         scale = true.square().mean().sqrt() if case.is_product else None
         return _roundings(result, true, roundoff, scale)

@@ -1,15 +1,12 @@
 """Times single PyTorch operators and holds each against what the machine can do.
 
-A row is one operator at one size. First its result is compared with the same operator in fp64; a
-wrong row is a FAIL and gets no time. Then it is timed, and its rate is shown with two limits: what
-a large copy or product reached on this device in this run, and the data sheet.
+A row is one operator at one size: compared with the same operator in fp64, then timed, and held
+against what a large copy or product reached in this run, and the data sheet. A wrong row gets no
+time.
 
-Bytes are counted from the shapes, each tensor once: what is read and what is written (tensor_ops.py
-has the details). A small tensor lives in the cache, where it seems faster than memory can be. So
-before each call, outside of the clock, a buffer of twice the last-level cache is read: the inputs
-then come from memory. The result may still be in the cache when the clock stops. So a row is called
-IMPLAUSIBLE only for bytes that must have crossed: all that is read, and of all bytes what the cache
-can't hold.
+Before each call, outside of the clock, a buffer of twice the last-level cache is read, so that the
+inputs come from memory. The result may still be in the cache when the clock stops: a row is called
+IMPLAUSIBLE only for bytes that must have crossed. tensor_ops.py counts bytes and operations.
 
     python torch_tensor_ops_bench.py --op add --input1-dim 64-1024-1024
     python torch_tensor_ops_bench.py --run-predefined --dtype bf16
@@ -18,7 +15,6 @@ can't hold.
 import argparse
 import copy
 import dataclasses
-import importlib.util
 import math
 import os
 import re
@@ -28,30 +24,30 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # a checkout needs no installation
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
     from workshop.needed import import_torch
 
     import_torch()
 
-import tensor_ops  # noqa: E402
-import torch  # noqa: E402
-from tensor_ops import COPY, DEFAULT_DIM, KINDS, MATRIX, MODEL_OPS, OPS, PREDEFINED, Amounts, Case  # noqa: E402
+import tensor_ops
+import torch
+from tensor_ops import COPY, DEFAULT_DIM, KINDS, MATRIX, MODEL_OPS, OPS, PREDEFINED, Amounts, Case
 
-from workshop import errors, records, results, tables  # noqa: E402
-from workshop.arguments import count, parse  # noqa: E402
-from workshop.errors import WorkshopError  # noqa: E402
-from workshop.judge import lab_record  # noqa: E402
-from workshop.labs import LabRow, LabRun  # noqa: E402
-from workshop.results import FAIL, PASS, SKIPPED, Parity  # noqa: E402
-from workshop.roofline import ceilings, model  # noqa: E402
-from workshop.roofline.model import COMPUTE, DATA_SHEET, MEMORY, Point, Roofline  # noqa: E402
-from workshop.run import hardware, timing  # noqa: E402
-from workshop.run.precision import Precision, get_precision, kept_matmul_mode  # noqa: E402
-from workshop.run.timing import StepClock  # noqa: E402
-from workshop.tables import Line, Table  # noqa: E402
+from labs import shared
+from workshop import errors, labs, records, results, tables
+from workshop.arguments import count, parse
+from workshop.errors import WorkshopError
+from workshop.judge import lab_record
+from workshop.labs import LabRow, LabRun
+from workshop.results import FAIL, PASS, SKIPPED, Parity
+from workshop.roofline import ceilings, model
+from workshop.roofline.model import COMPUTE, DATA_SHEET, MEMORY, Point, Roofline
+from workshop.run import hardware, timing, trainer
+from workshop.run.precision import Precision, get_precision, kept_matmul_mode
+from workshop.run.timing import StepClock
+from workshop.show import roofline_chart
+from workshop.tables import Line, Table
 
 FOLDER = Path(__file__).resolve().parent
 DEFAULT_FOLDER = results.DEFAULT_FOLDER / "inference_benchmark" / "ops"
@@ -110,17 +106,15 @@ def measure_row(case: Case, setting: Setting, blank: LabRun) -> LabRun:
         torch.cuda.empty_cache()
     needed = needed_bytes(case, amounts_of(run).written, setting)
     free = hardware.free_memory_bytes(setting.device)
-    available = "" if free is None else f", {free / 1e9:,.1f} GB are free"
-    no_memory = f"needs about {needed / 1e9:,.1f} GB{available}; choose smaller dimensions"
-    if free is not None and needed > free:
-        run.status, run.error = "skipped", no_memory
-        return run
     try:
+        if free is not None and needed > free:
+            raise MemoryError
         _fill(run, case, setting)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         run.status = "skipped"
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            run.error = no_memory
+        if isinstance(error, MemoryError) or trainer.memory_asked_for(error) is not None:
+            there = "" if free is None else f", {free / 1e9:,.1f} GB are free"
+            run.error = f"needs about {needed / 1e9:,.1f} GB{there}; choose smaller dimensions"
         elif "not implemented for" in str(error):
             run.error = str(error).splitlines()[0]
         else:
@@ -134,7 +128,9 @@ def needed_bytes(case: Case, written: int, setting: Setting) -> int:
     drawn = sum(math.prod(dim) for dim in case.dims)
     restored = math.prod(case.dims[0]) if case.inplace else 0
     tensors = (drawn + restored) * setting.precision.dtype.itemsize + written
-    return tensors + 2 * 8 * tensor_ops.checked_elements(case) + 2 * setting.cache
+    checked = drawn if case.in_whole else min(drawn, 3 * tensor_ops.PART)
+    checked = 3 * math.prod(case.dims[1]) if case.sparse else checked
+    return tensors + 2 * 8 * checked + 2 * setting.cache
 
 
 def _fill(run: LabRun, case: Case, setting: Setting) -> None:
@@ -285,23 +281,17 @@ def table(runs: Sequence[LabRun]) -> Table:
 
 
 def show(runs: list[LabRun], folder: Path) -> None:
-    """Prints the table, and writes it with the result file, and a picture where there is
-    matplotlib and a time."""
+    """Prints the table, and writes it with the result file and, of what has a time, a picture."""
     for run in runs:
         run.subject = f"{len(runs)} operators"
     written, picture, drawn = folder / "ops.md", folder / "roofline.png", roofline(runs)
     earlier, text = written.exists(), tables.markdown([table(runs)], heading="#") + "\n"
     (path,) = {records.add(run, folder) for run in runs}
     contents: dict[Path, results.Content] = {written: text}
-    if importlib.util.find_spec("matplotlib") and drawn.points:
-        from workshop.show import roofline_chart
-
+    if drawn.points:
         contents[picture] = lambda path: roofline_chart.draw(drawn, path, labels=len(drawn.points))
     results.write_together(contents, gone=[picture])
-    if importlib.util.find_spec("rich") is None:
-        print(text)
-    else:
-        tables.print_tables([table(runs)])
+    tables.print_tables([table(runs)])
     print(f"Written: {', '.join(map(str, [path, *contents]))}")
     if earlier:
         print("Table and picture replace those of an earlier run; --output-dir DIR keeps both")
@@ -315,14 +305,8 @@ def show(runs: list[LabRun], folder: Path) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    assert __doc__
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"operators: {', '.join(OPS)}\n\n"
-        "Exit status: 0 done, 1 a row is wrong or none could be measured, 2 wrong usage,\n"
-        "130 interrupted (what was completed is saved and shown).",
-    )
+    more = f"operators: {', '.join(OPS)}\n\n"
+    parser = shared.new_parser(__doc__, "a row is wrong or none could be measured", more)
     add = parser.add_argument
     switch, number = partial(add, action="store_true"), partial(add, type=count, metavar="N")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
@@ -374,6 +358,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _benchmark(arguments: argparse.Namespace) -> int:
+    errors.require("rich", "matplotlib")
     cases = make_cases(arguments)
     device = hardware.get_device(arguments.device)
     folder = results.prepare_folder(arguments.output_dir)
@@ -387,7 +372,7 @@ def _benchmark(arguments: argparse.Namespace) -> int:
         folder if arguments.enable_profiling else None,
     )
     runs: list[LabRun] = []
-    status = errors.DONE
+    interrupted = False
     with kept_matmul_mode():
         setting.precision.set_matmul_mode()
         blank = measure_ceilings(setting)
@@ -397,13 +382,10 @@ def _benchmark(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             if not runs:
                 raise
-            status = errors.INTERRUPTED
+            interrupted = True
     show(runs, folder)
-    if status == errors.INTERRUPTED:
-        print("interrupted: the table holds what was completed", file=sys.stderr)
-    elif any(run.refused for run in runs) or all(run.error for run in runs):
-        status = errors.ANSWER_IS_NO
-    return status
+    status = shared.status_of(labs.build_rows(runs), interrupted)
+    return status or (errors.ANSWER_IS_NO if all(run.error for run in runs) else errors.DONE)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 
 from debug_causes import CAUSES, NO_REPAIRS, NONE, REPAIRS, Sight, found_in
@@ -30,26 +30,30 @@ def check(work: Work) -> Iterator[Item]:
 
 
 def _sights(work: Work) -> dict[str, Sight]:
-    """Each stage beside the healthy one.
+    """Each stage that has run, beside the healthy one.
 
     Raises:
-        Missing: a stage has no result yet.
+        Missing: the healthy stage has no result yet.
         WorkshopError: a result can't be read.
     """
     found = load_all(work.results / FOLDER.name)
-    missing = [key for key in (*FAULTY, HEALTHY) if key not in found]
-    if missing:
-        numbers = [key.removeprefix("stage") for key in missing]
-        raise Missing(f"no result yet of {', '.join(missing)}:", " ".join([_RUN, *numbers]))
+    _need(found, HEALTHY)
     return {key: Sight(stage, found[HEALTHY]) for key, stage in found.items()}
 
 
+def _need(found: Container[str], *keys: str) -> None:
+    if missing := [key for key in keys if key not in found]:
+        numbers = [key.removeprefix("stage") for key in missing]
+        raise Missing(f"no result yet of {', '.join(missing)}:", " ".join([_RUN, *numbers]))
+
+
 def _results(work: Work) -> Iterator[Item]:
-    _sights(work)
+    _need(_sights(work), *FAULTY)
     yield Item(True, "your results of the six stages")
 
 
 def _show_in_the_loss(sights: dict[str, Sight]) -> int:
+    _need(sights, *FAULTY)
     losses = ("loss_first", "loss_last")
     return sum(any(sights[key].differs(loss) for loss in losses) for key in FAULTY)
 
@@ -73,7 +77,9 @@ PREDICTIONS: tuple[Predicted[dict[str, Sight]], ...] = (
 
 def _diagnosis(work: Work, *, load: Load, key: str) -> Iterator[Item]:
     """The cause; while that is wrong, nothing of evidence and fix, which would give it away."""
-    sight = load(work)[key]
+    sights = load(work)
+    _need(sights, key)
+    sight = sights[key]
     if sight.stage.setting != sight.healthy.setting:
         raise WorkshopError(
             f"{key} ran elsewhere, or with other sizes, than {HEALTHY}: run all stages again"
@@ -143,6 +149,7 @@ def _healthy(work: Work, *, load: Load) -> Iterator[Item]:
         f"{HEALTHY}: no more than {_MOST_METRICS} metrics",
         f"yours are {len(names)}: which say the same?",
     )
+    _need(sights, *FAULTY)
     for key in FAULTY:
         yield _excluded(sights[key], names)
 

@@ -16,26 +16,23 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
-sys.path.insert(0, str(ROOT))
-
-if Path(sys.argv[0]).resolve().parent == HERE:  # a stage was started
+if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parent:  # a stage was started
     from workshop.needed import import_torch
 
     import_torch()
 
-import torch  # noqa: E402
-from debug_results import Flags, StageResult, save  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import torch
+from debug_results import Flags, StageResult, save
+from torch import Tensor, nn
 
-from workshop import errors, results, versions  # noqa: E402
-from workshop.arguments import option, run  # noqa: E402
-from workshop.cli import leave_if_missing  # noqa: E402
-from workshop.gate import canonical, parity  # noqa: E402
-from workshop.run import data, hardware, interpreter, presets, timing  # noqa: E402
-from workshop.run.precision import get_precision  # noqa: E402
-from workshop.run.trainer import Runner, Schedule  # noqa: E402
+from workshop import errors, results, versions
+from workshop.arguments import option, run
+from workshop.cli import leave_if_missing
+from workshop.gate import canonical, parity
+from workshop.run import data, hardware, interpreter, presets, timing
+from workshop.run.precision import get_precision
+from workshop.run.trainer import Runner, Schedule
+from workshop.versions import ROOT
 
 leave_if_missing("v3")
 v3: Any = versions.load("v3")

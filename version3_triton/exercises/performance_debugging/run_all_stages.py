@@ -13,25 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
-sys.path.insert(0, str(ROOT))
-
 if __name__ == "__main__":
     from workshop.needed import import_torch
 
     import_torch()
 
-from debug_results import Flags, StageResult, load_all  # noqa: E402
+from debug_results import Flags, StageResult, load_all
 
-from workshop import arguments, errors, results  # noqa: E402
-from workshop.arguments import argument, option  # noqa: E402
-from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
-from workshop.run import processes  # noqa: E402
+from workshop import arguments, errors, results
+from workshop.arguments import argument, option
+from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.run import processes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+HERE = Path(__file__).resolve().parent
 TRAINED = (
     *("loss_first", "loss_last", "tensors_with_grad", "logits_error"),
     *("peak_mb", "optimizer_state_mb"),

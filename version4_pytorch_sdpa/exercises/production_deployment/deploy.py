@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
     from workshop.needed import import_torch
 
     import_torch()

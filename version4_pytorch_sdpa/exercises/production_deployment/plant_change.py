@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
     from workshop.needed import import_torch
 
     import_torch()

@@ -415,13 +415,7 @@ run_all() { # run_all SCRIPT...
   local -a options
   options=(--folder "$FOLDER" --output-dir "$OUT")
   [[ -z $STEPS ]] || options+=(--steps "$STEPS")
-  if [[ $DRY_RUN == yes ]]; then
-    options+=(--dry-run)
-  else
-    mkdir -p "$OUT" 2>/dev/null || fail 2 "--output-dir $OUT: it can't be made"
-    take_lock
-    [[ -z $LOCK ]] || options+=(--lock "$LOCK") # exec keeps it locked
-  fi
+  [[ $DRY_RUN == no ]] || options+=(--dry-run)
   export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
   exec "$PYTHON" -m workshop.profilers.run_all "${options[@]}" "$@" \
     -- ${FLAGS[@]+"${FLAGS[@]}"}

@@ -8,10 +8,8 @@ share of the chip's peak the step reaches (MFU). Works on a CPU too, and without
 
 import argparse
 import sys
-from pathlib import Path
 
 if __name__ == "__main__":  # PyTorch is not everywhere
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
     from workshop.needed import import_torch
 
     import_torch()

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # PyTorch is not everywhere
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
     from workshop.needed import import_torch
 
     import_torch()

@@ -76,79 +76,53 @@ def _split(m: Measured) -> str:
 
 
 QUESTIONS: tuple[Question[Measured], ...] = (
-    Predicted(
-        "predict.million_weights", "predicted: weights, in millions", "",
-        lambda m: true_counts(m.later).parameters / 1e6,
-        "A convolution has in x out x height x width weights: the last blocks, with the most "
-        "channels and the smallest images, have nearly all of them.", within=0.1,
-    ),
-    Predicted(
-        "predict.first_over_median", "predicted: the warm-up iteration", "x",
-        lambda m: m.first_ms / p50_ms(m.later),
-        "What it does beside its work, such as choosing algorithms and asking for memory, depends "
-        "on the device: measure it, and leave it out.",
-    ),
-    Predicted(
-        "predict.large_over_single", "predicted: images a second, large batch over one image", "",
-        lambda m: images_per_s(m.large) / images_per_s(m.single),
-        "Near 1: one image already fills the device, as on a CPU. Near the batch size: one image "
-        "leaves it idle, as on a GPU.",
-    ),
-    Found(
-        "found.weights_mb", "the weights' memory", "MB",
-        lambda m: 4 * true_counts(m.later).parameters / 1e6,
-        "Four bytes for each weight. The summary's figure has the norms' statistics in it, which "
-        "are small.",
-    ),
-    Found(
-        "found.batch_mb", "the memory of one batch of images", "MB",
-        lambda m: memory_mb(m.later, "images") / 3,
-        "batch x 3 x height x width numbers of four bytes. The summary counts three such batches.",
-        slips=lambda m: [(memory_mb(m.later, "images"), "three batches, and one was asked for")],
-    ),
-    Found(
-        "found.p50_ms", "the median time of a batch", "ms", lambda m: p50_ms(m.later),
-        "p50 in the line `Latency`, of the later of your two runs that are alike.",
-    ),
-    Found(
-        "found.images_per_s", "images a second", "", lambda m: images_per_s(m.later),
-        "The line `Throughput`: batch size over the median time in seconds.",
-        slips=lambda m: [(1e3 / p50_ms(m.later), "that is batches a second: x batch size")],
-    ),
-    Found(
-        "found.spread_percent", "the spread", "%",
-        lambda m: 100 * stdev(m.later.step_ms) / fmean(m.later.step_ms),
-        "The line `Standard deviation`: its share of the mean, in brackets.",
-        within=0.05, margin=0.2,
-    ),
-    Found(
-        "found.mean_with_first_ms", "the mean with the warm-up iteration in it", "ms",
-        lambda m: m.mean_with_first_ms,
-        "The warm-up iteration and all timed ones, added up, over their number: 21 if 20 were "
-        "timed.", within=0.01,
-        note=lambda m: f"{m.mean_with_first_ms / p50_ms(m.later) - 1:+.1%} against the median",
-    ),
-    Found(
-        "found.runs_differ_percent", "how far apart two runs are", "%",
-        lambda m: 100 * (m.runs_differ - 1),
-        "The higher throughput over the lower one, less 1, in percent.", within=0.1, margin=0.3,
-    ),
-    Chosen(
-        "found.largest_part", "the largest part of the memory", PARTS,
-        lambda m: max(PARTS, key=lambda part: memory_mb(m.later, part)), _split, _split,
-    ),
-    Found(
-        "found.single_ms", "the latency of one image", "ms", lambda m: p50_ms(m.single),
-        "p50 of the run with --batch-size 1.",
-    ),
-    Found(
-        "found.large_over_single", "images a second, large batch over one image", "x",
-        lambda m: images_per_s(m.large) / images_per_s(m.single),
-        "The throughput of the largest batch over that of a single image.",
-    ),
-    Found(
-        "found.per_gb_large", "images a second per GB, large batch", "",
-        lambda m: m.per_gb(m.large), "The line `Images per second per GB` of the largest batch: "
-        "images a second over the peak memory in GB (10^9 bytes).",
-    ),
+    Predicted("predict.million_weights", "predicted: weights, in millions", "",
+              lambda m: true_counts(m.later).parameters / 1e6,
+              "A convolution has in x out x height x width weights: the last blocks, with the most "
+              "channels and the smallest images, have nearly all of them.", within=0.1),
+    Predicted("predict.first_over_median", "predicted: the warm-up iteration", "x",
+              lambda m: m.first_ms / p50_ms(m.later),
+              "What it does beside its work, such as choosing algorithms and asking for memory, "
+              "depends on the device: measure it, and leave it out."),
+    Predicted("predict.large_over_single", "predicted: images a second, large batch over one image",
+              "", lambda m: images_per_s(m.large) / images_per_s(m.single),
+              "Near 1: one image already fills the device, as on a CPU. Near the batch size: one "
+              "image leaves it idle, as on a GPU."),
+    Found("found.weights_mb", "the weights' memory", "MB",
+          lambda m: 4 * true_counts(m.later).parameters / 1e6,
+          "Four bytes for each weight. The summary's figure has the norms' statistics in it, which "
+          "are small."),
+    Found("found.batch_mb", "the memory of one batch of images", "MB",
+          lambda m: memory_mb(m.later, "images") / 3,
+          "batch x 3 x height x width numbers of four bytes. The summary counts three such "
+          "batches.",
+          slips=lambda m: [(memory_mb(m.later, "images"), "three batches, and one was asked for")]),
+    Found("found.p50_ms", "the median time of a batch", "ms", lambda m: p50_ms(m.later),
+          "p50 in the line `Latency`, of the later of your two runs that are alike."),
+    Found("found.images_per_s", "images a second", "", lambda m: images_per_s(m.later),
+          "The line `Throughput`: batch size over the median time in seconds.",
+          slips=lambda m: [(1e3 / p50_ms(m.later), "that is batches a second: x batch size")]),
+    Found("found.spread_percent", "the spread", "%",
+          lambda m: 100 * stdev(m.later.step_ms) / fmean(m.later.step_ms),
+          "The line `Standard deviation`: its share of the mean, in brackets.", within=0.05,
+          margin=0.2),
+    Found("found.mean_with_first_ms", "the mean with the warm-up iteration in it", "ms",
+          lambda m: m.mean_with_first_ms,
+          "The warm-up iteration and all timed ones, added up, over their number: 21 if 20 were "
+          "timed.", within=0.01,
+          note=lambda m: f"{m.mean_with_first_ms / p50_ms(m.later) - 1:+.1%} against the median"),
+    Found("found.runs_differ_percent", "how far apart two runs are", "%",
+          lambda m: 100 * (m.runs_differ - 1),
+          "The higher throughput over the lower one, less 1, in percent.", within=0.1, margin=0.3),
+    Chosen("found.largest_part", "the largest part of the memory", PARTS,
+           lambda m: max(PARTS, key=lambda part: memory_mb(m.later, part)), _split, _split),
+    Found("found.single_ms", "the latency of one image", "ms", lambda m: p50_ms(m.single),
+          "p50 of the run with --batch-size 1."),
+    Found("found.large_over_single", "images a second, large batch over one image", "x",
+          lambda m: images_per_s(m.large) / images_per_s(m.single),
+          "The throughput of the largest batch over that of a single image."),
+    Found("found.per_gb_large", "images a second per GB, large batch", "",
+          lambda m: m.per_gb(m.large),
+          "The line `Images per second per GB` of the largest batch: images a second over the peak "
+          "memory in GB (10^9 bytes)."),
 )  # fmt: skip

@@ -136,71 +136,44 @@ def _interval(m: Measured) -> str:
 
 
 QUESTIONS: tuple[Question[Measured], ...] = (
-    Predicted(
-        "predict.speedup", "predicted: half over fp32", "x", lambda m: m.speedup.value,
-        "It depends on the units: matrix cores have many times the fp32 rate, and a CPU without "
-        "units for 16 bits converts every number.",
-    ),
-    Predicted(
-        "predict.peak_less_percent", "predicted: less peak memory", "%", _peak_less_percent,
-        "Numbers of half the size are half the memory. What is more or less is workspaces, which "
-        "each precision's algorithms choose for themselves.",
-    ),
-    Predicted(
-        "predict.error_ratio", "predicted: the error of half over that of fp32", "x",
-        lambda m: m.error_ratio,
-        "Rounding is relative: 2^-24 in fp32, 2^-11 in fp16, 2^-8 in bf16. The ratio of errors is "
-        "of that order, and smaller: fp32 rounds at each addition of a sum, half once a sum.",
-        within=0.75,
-    ),
-    Found(
-        "found.weights_half_mb", "the weights' memory in half", "MB",
-        lambda m: 2 * true_counts(m.half.first).parameters / 1e6,
-        "Two bytes for each weight.",
-        slips=lambda m: [(memory_mb(m.full.first, "weights"), "that is fp32, with four bytes")],
-    ),
-    Found(
-        "found.speedup", "half over fp32", "x", lambda m: m.speedup.value,
-        "Images a second of half over those of fp32, in the comparison's table, also where its "
-        "column `speed-up` has no number.",
-    ),
-    Chosen(
-        "found.verdict", "what the interval says", VERDICTS, lambda m: m.verdict, _interval,
-        _interval,
-    ),
-    Found(
-        "found.peak_less_percent", "less peak memory", "%", _peak_less_percent,
-        "1 - peak of half / peak of fp32, in percent; negative if half needs more.", margin=0.7,
-    ),
-    Found(
-        "found.error_ratio", "the error of half over that of fp32", "x",
-        lambda m: m.error_ratio,
-        "`error` under `gate` of the two runs: half's over fp32's.", within=0.1,
-        note=lambda m: "of unit roundings {:,.0f}, of logits {:,.0f}".format(
-            UNIT_ROUNDING[own_runs.text_option(m.half.first, "precision")] / UNIT_ROUNDING["fp32"],
-            m.error_ratio,
-        ),
-    ),
-    Found(
-        "found.top1_percent", "top-1 agreement of half", "%",
-        lambda m: 100 * float(m.half.first.metrics["top1_agreement"] or 0),
-        "`top1_agreement` under `metrics` of the run of half, in percent.",
-    ),
-    Found(
-        "found.loss_percent", "the difference of the losses", "%", lambda m: m.loss_percent,
-        "The last entries of `losses` of the two runs: the difference over fp32's, in "
-        "percent.", within=0.1,
-    ),
-    Found(
-        "found.zeros_loss", "the loss of a network that answers zeros", "",
-        lambda m: m.zeros_loss,
-        "All classes equally likely: the natural logarithm of their number.", within=0.0015,
-    ),
-    Chosen(
-        "found.loss_is_proof", "whether a loss as near as this proves the logits", ("yes", "no"),
-        lambda m: "no",
-        lambda m: f"a network that looks at no image has {m.zeros_loss:.3f}, "
-        f"{abs((m.full.first.losses[-1] or math.inf) / m.zeros_loss - 1):.1%} away",
-        lambda m: "the proof compares the logits of each image with the truth",
-    ),
+    Predicted("predict.speedup", "predicted: half over fp32", "x", lambda m: m.speedup.value,
+              "It depends on the units: matrix cores have many times the fp32 rate, and a CPU "
+              "without units for 16 bits converts every number."),
+    Predicted("predict.peak_less_percent", "predicted: less peak memory", "%", _peak_less_percent,
+              "Numbers of half the size are half the memory. What is more or less is workspaces, "
+              "which each precision's algorithms choose for themselves."),
+    Predicted("predict.error_ratio", "predicted: the error of half over that of fp32", "x",
+              lambda m: m.error_ratio,
+              "Rounding is relative: 2^-24 in fp32, 2^-11 in fp16, 2^-8 in bf16. The ratio of "
+              "errors is of that order, and smaller: fp32 rounds at each addition of a sum, half "
+              "once a sum.", within=0.75),
+    Found("found.weights_half_mb", "the weights' memory in half", "MB",
+          lambda m: 2 * true_counts(m.half.first).parameters / 1e6, "Two bytes for each weight.",
+          slips=lambda m: [(memory_mb(m.full.first, "weights"), "that is fp32, with four bytes")]),
+    Found("found.speedup", "half over fp32", "x", lambda m: m.speedup.value,
+          "Images a second of half over those of fp32, in the comparison's table, also where its "
+          "column `speed-up` has no number."),
+    Chosen("found.verdict", "what the interval says", VERDICTS, lambda m: m.verdict, _interval,
+           _interval),
+    Found("found.peak_less_percent", "less peak memory", "%", _peak_less_percent,
+          "1 - peak of half / peak of fp32, in percent; negative if half needs more.", margin=0.7),
+    Found("found.error_ratio", "the error of half over that of fp32", "x", lambda m: m.error_ratio,
+          "`error` under `gate` of the two runs: half's over fp32's.", within=0.1,
+          note=lambda m: "of unit roundings {:,.0f}, of logits {:,.0f}".format(
+              UNIT_ROUNDING[text_option(m.half.first, "precision")] / UNIT_ROUNDING["fp32"],
+              m.error_ratio)),
+    Found("found.top1_percent", "top-1 agreement of half", "%",
+          lambda m: 100 * float(m.half.first.metrics["top1_agreement"] or 0),
+          "`top1_agreement` under `metrics` of the run of half, in percent."),
+    Found("found.loss_percent", "the difference of the losses", "%", lambda m: m.loss_percent,
+          "The last entries of `losses` of the two runs: the difference over fp32's, in percent.",
+          within=0.1),
+    Found("found.zeros_loss", "the loss of a network that answers zeros", "",
+          lambda m: m.zeros_loss,
+          "All classes equally likely: the natural logarithm of their number.", within=0.0015),
+    Chosen("found.loss_is_proof", "whether a loss as near as this proves the logits", ("yes", "no"),
+           lambda m: "no",
+           lambda m: f"a network that looks at no image has {m.zeros_loss:.3f}, "
+           f"{abs((m.full.first.losses[-1] or math.inf) / m.zeros_loss - 1):.1%} away",
+           lambda m: "the proof compares the logits of each image with the truth"),
 )  # fmt: skip

@@ -75,54 +75,35 @@ def gain(part: float) -> float:
 
 
 QUESTIONS: tuple[Question[Profile], ...] = (
-    Predicted(
-        "predict.products_percent", "predicted: the convolutions' share", "%",
-        lambda m: 100 * m.share("GEMM"),
-        "They do nearly all operations. Norms, ReLU and pooling do next to none, and read and "
-        "write as many numbers.", within=0.15,
-    ),
-    Predicted(
-        "predict.conv_calls", "predicted: convolutions of an iteration", "",
-        lambda m: conv_calls(m),
-        "The number in the name counts convolutions and the linear layer; those of the shortcuts "
-        "come on top.", within=0.0,
-    ),
-    Found(
-        "found.conv_calls", "convolutions of an iteration", "", lambda m: conv_calls(m),
-        f"`# of Calls` of a convolution: the tables are of {ITERATIONS} iterations.", within=0.0,
-        slips=lambda m: [(ITERATIONS * conv_calls(m), f"that is {ITERATIONS} iterations")],
-    ),
-    Found(
-        "found.calls", "calls of an iteration", "", lambda m: m.launches(),
-        "The line under the hot list: `N calls, ... ms each`, of one step.", within=0.0,
-        slips=lambda m: [(m.table.launches, "that is all iterations of the trace")],
-    ),
-    Found(
-        "found.products_percent", "the share of convolutions and the linear layer", "%",
-        lambda m: 100 * m.share("GEMM"), "GEMM in the line `by category`.", within=0.0,
-        margin=0.3,
-    ),
-    Found(
-        "found.norms_percent", "the norms' share", "%", lambda m: 100 * m.share("norm"),
-        "norm in the line `by category`.", within=0.0,
-        margin=0.3,
-    ),
-    Found(
-        "found.idle_percent", "the time in which the GPU waits", "%",
-        lambda m: 100 * m.idle_share(),
-        "The line `GPU busy A of B ms`: 1 - A / B; 0 without a GPU.", within=0.0, margin=1.0,
-    ),
-    Found(
-        "found.products_twice_as_fast", "if products were twice as fast", "x",
-        lambda m: gain(products(m)),
-        "1 / (1 - p / 2), where p is their part of the whole time, as a fraction. On a GPU the "
-        "whole time has idle time in it.",
-        slips=lambda m: [(2.0, "the rest of the time stays as it is")],
-    ),
-    Chosen(
-        "found.larger_gain", "which gains more", ("products", "rest"),
-        lambda m: "products" if products(m) / 2 > 1 - products(m) else "rest",
-        lambda m: f"half of {products(m):.0%} against all of {1 - products(m):.0%}",
-        lambda m: f"half of {products(m):.0%} against all of {1 - products(m):.0%}",
-    ),
+    Predicted("predict.products_percent", "predicted: the convolutions' share", "%",
+              lambda m: 100 * m.share("GEMM"),
+              "They do nearly all operations. Norms, ReLU and pooling do next to none, and read "
+              "and write as many numbers.", within=0.15),
+    Predicted("predict.conv_calls", "predicted: convolutions of an iteration", "",
+              lambda m: conv_calls(m),
+              "The number in the name counts convolutions and the linear layer; those of the "
+              "shortcuts come on top.", within=0.0),
+    Found("found.conv_calls", "convolutions of an iteration", "", lambda m: conv_calls(m),
+          f"`# of Calls` of a convolution: the tables are of {ITERATIONS} iterations.", within=0.0,
+          slips=lambda m: [(ITERATIONS * conv_calls(m), f"that is {ITERATIONS} iterations")]),
+    Found("found.calls", "calls of an iteration", "", lambda m: m.launches(),
+          "The line under the hot list: `N calls, ... ms each`, of one step.", within=0.0,
+          slips=lambda m: [(m.table.launches, "that is all iterations of the trace")]),
+    Found("found.products_percent", "the share of convolutions and the linear layer", "%",
+          lambda m: 100 * m.share("GEMM"), "GEMM in the line `by category`.", within=0.0,
+          margin=0.3),
+    Found("found.norms_percent", "the norms' share", "%", lambda m: 100 * m.share("norm"),
+          "norm in the line `by category`.", within=0.0, margin=0.3),
+    Found("found.idle_percent", "the time in which the GPU waits", "%",
+          lambda m: 100 * m.idle_share(),
+          "The line `GPU busy A of B ms`: 1 - A / B; 0 without a GPU.", within=0.0, margin=1.0),
+    Found("found.products_twice_as_fast", "if products were twice as fast", "x",
+          lambda m: gain(products(m)),
+          "1 / (1 - p / 2), where p is their part of the whole time, as a fraction. On a GPU the "
+          "whole time has idle time in it.",
+          slips=lambda m: [(2.0, "the rest of the time stays as it is")]),
+    Chosen("found.larger_gain", "which gains more", ("products", "rest"),
+           lambda m: "products" if products(m) / 2 > 1 - products(m) else "rest",
+           lambda m: f"half of {products(m):.0%} against all of {1 - products(m):.0%}",
+           lambda m: f"half of {products(m):.0%} against all of {1 - products(m):.0%}"),
 )  # fmt: skip

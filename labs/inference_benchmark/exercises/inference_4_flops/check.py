@@ -93,96 +93,64 @@ def check(work: Work) -> Iterator[Item]:
 
 
 QUESTIONS: tuple[Question[Measured], ...] = (
-    Predicted(
-        "predict.gflop_an_image", "predicted: operations of an image", "GFLOP",
-        lambda m: true_counts(m.large).flops / 1e9,
-        "A convolution does 2 x weights operations for each pixel that it gives. ResNet-18 has "
-        "1.8 billion multiplications, and as many additions.",
-    ),
-    Predicted(
-        "predict.share_percent", "predicted: the share of a large product's rate", "%",
-        lambda m: m.share_percent,
-        "A CPU comes near in fp32. A GPU needs a batch that fills it, and waits for norms and "
-        "ReLUs, which do no products.",
-    ),
-    Found(
-        "found.gflop_batch", "operations of the larger batch", "GFLOP",
-        lambda m: gflop(m.large), "`fwd FLOPs per GPU` of the larger batch.",
-        slips=lambda m: [
-            (gflop(m.large) / 2, "those are MACs: a multiplication and an addition each"),
-            (gflop(m.large) / m.large.units_per_step, "that is one image"),
-        ],
-    ),
-    Found(
-        "found.gflop_an_image", "operations of an image", "GFLOP",
-        lambda m: true_counts(m.large).flops / 1e9, "Those of a batch over its images.",
-        slips=lambda m: [(true_counts(m.large).flops / 2e9, "those are MACs")],
-    ),
-    Found(
-        "found.growth", "operations of the larger batch over those of the smaller", "x",
-        lambda m: m.growth, "The two runs' `fwd FLOPs per GPU`, one over the other.", within=0.01,
-    ),
-    Found(
-        "found.rate_gflops", "what the timed iterations reached", "GFLOP/s",
-        lambda m: m.rate_gflops,
-        "Operations of the larger batch over its median time; `Achieved` has it in TFLOP/s. Not "
-        "the profiler's FLOPS: its pass is slower.",
-        slips=lambda m: [(m.rate_gflops / m.large.units_per_step, "with one image's operations")],
-    ),
-    Found(
-        "found.share_percent", "the share of a large product's rate", "%",
-        lambda m: m.share_percent, "The line `Share of a large product's`.",
-    ),
-    Found(
-        "found.share_of_one_image_percent", "the same, as the guide has it", "%",
-        lambda m: m.share_percent / m.large.units_per_step,
-        "With the operations of one image, and the time of the whole batch.", within=0.05,
-    ),
-    Found(
-        "guide.tflops", "what the guide's GPU reached", "TFLOP/s", lambda _: GUIDE_TFLOPS,
-        "GFLOP over ms are TFLOP/s; 10.52 ms is the time of the batch: whose are 8.20 GFLOP?",
-        slips=lambda _: [(GUIDE_TFLOPS / GUIDE_BATCH, "32 images ran in that time, not one")],
-    ),
-    Found(
-        "guide.share_percent", "its share of the peak", "%",
-        lambda _: 100 * GUIDE_TFLOPS / GUIDE_PEAK_TFLOPS, "What it reached over 163 TFLOP/s.",
-        slips=lambda _: [(0.48, "the guide's own: too small by the batch size")],
-    ),
-    Found(
-        "guide.flop_per_byte", "its arithmetic intensity", "FLOP a byte",
-        lambda _: GUIDE_INTENSITY,
-        "Its 4.1 GB are those of 32 images: so must the operations be.",
-        slips=lambda _: [(2.0, "the guide's own: operations of one image, bytes of 32")],
-    ),
-    Found(
-        "guide.ridge", "its GPU's ridge point", "FLOP a byte", lambda _: RIDGE,
-        "The peak over the bandwidth: 163 TFLOP/s over 6 TB/s.",
-    ),
-    Chosen(
-        "guide.bound", "the limit that the network would meet first", ("compute", "memory"),
-        lambda _: "compute" if GUIDE_INTENSITY > RIDGE else "memory",
-        f"{GUIDE_INTENSITY:.0f} FLOP a byte, and the ridge point is {RIDGE:.0f}",
-        lambda _: f"{GUIDE_INTENSITY:.0f} FLOP a byte, and the ridge point is {RIDGE:.0f}",
-    ),
-    Found(
-        "layers.conv", f"the intensity of {CONV}", "FLOP a byte", lambda m: m.intensity(CONV),
-        "Images in and out, batch x channels x height x width, and the weights; 4 bytes each. "
-        "Operations: 2 x weights x batch x height x width.",
-    ),
-    Found(
-        "layers.linear", f"the intensity of {LINEAR}", "FLOP a byte",
-        lambda m: m.intensity(LINEAR),
-        "Each weight is read once for the whole batch: with a small one, weights are most of the "
-        "bytes.",
-    ),
-    Found(
-        "layers.linear_batch", f"the batch at which {LINEAR} is at the ridge point", "images",
-        lambda m: m.linear_batch,
-        f"2 x weights x B / (4 x (in x B + out x B + weights)) = {RIDGE:.1f}, solved for B.",
-        within=0.08,
-    ),
-    Chosen(
-        "layers.relu", "what bounds a ReLU", ("compute", "memory"), lambda _: "memory",
-        "it reads and writes a number for each comparison, at any batch size",
-    ),
+    Predicted("predict.gflop_an_image", "predicted: operations of an image", "GFLOP",
+              lambda m: true_counts(m.large).flops / 1e9,
+              "A convolution does 2 x weights operations for each pixel that it gives. ResNet-18 "
+              "has 1.8 billion multiplications, and as many additions."),
+    Predicted("predict.share_percent", "predicted: the share of a large product's rate", "%",
+              lambda m: m.share_percent,
+              "A CPU comes near in fp32. A GPU needs a batch that fills it, and waits for norms "
+              "and ReLUs, which do no products."),
+    Found("found.gflop_batch", "operations of the larger batch", "GFLOP", lambda m: gflop(m.large),
+          "`fwd FLOPs per GPU` of the larger batch.",
+          slips=lambda m: [
+              (gflop(m.large) / 2, "those are MACs: a multiplication and an addition each"),
+              (gflop(m.large) / m.large.units_per_step, "that is one image"),
+          ]),
+    Found("found.gflop_an_image", "operations of an image", "GFLOP",
+          lambda m: true_counts(m.large).flops / 1e9, "Those of a batch over its images.",
+          slips=lambda m: [(true_counts(m.large).flops / 2e9, "those are MACs")]),
+    Found("found.growth", "operations of the larger batch over those of the smaller", "x",
+          lambda m: m.growth, "The two runs' `fwd FLOPs per GPU`, one over the other.",
+          within=0.01),
+    Found("found.rate_gflops", "what the timed iterations reached", "GFLOP/s",
+          lambda m: m.rate_gflops,
+          "Operations of the larger batch over its median time; `Achieved` has it in TFLOP/s. Not "
+          "the profiler's FLOPS: its pass is slower.",
+          slips=lambda m: [(m.rate_gflops / m.large.units_per_step,
+                            "with one image's operations")]),
+    Found("found.share_percent", "the share of a large product's rate", "%",
+          lambda m: m.share_percent, "The line `Share of a large product's`."),
+    Found("found.share_of_one_image_percent", "the same, as the guide has it", "%",
+          lambda m: m.share_percent / m.large.units_per_step,
+          "With the operations of one image, and the time of the whole batch.", within=0.05),
+    Found("guide.tflops", "what the guide's GPU reached", "TFLOP/s", lambda _: GUIDE_TFLOPS,
+          "GFLOP over ms are TFLOP/s; 10.52 ms is the time of the batch: whose are 8.20 GFLOP?",
+          slips=lambda _: [(GUIDE_TFLOPS / GUIDE_BATCH, "32 images ran in that time, not one")]),
+    Found("guide.share_percent", "its share of the peak", "%",
+          lambda _: 100 * GUIDE_TFLOPS / GUIDE_PEAK_TFLOPS, "What it reached over 163 TFLOP/s.",
+          slips=lambda _: [(0.48, "the guide's own: too small by the batch size")]),
+    Found("guide.flop_per_byte", "its arithmetic intensity", "FLOP a byte",
+          lambda _: GUIDE_INTENSITY,
+          "Its 4.1 GB are those of 32 images: so must the operations be.",
+          slips=lambda _: [(2.0, "the guide's own: operations of one image, bytes of 32")]),
+    Found("guide.ridge", "its GPU's ridge point", "FLOP a byte", lambda _: RIDGE,
+          "The peak over the bandwidth: 163 TFLOP/s over 6 TB/s."),
+    Chosen("guide.bound", "the limit that the network would meet first", ("compute", "memory"),
+           lambda _: "compute" if GUIDE_INTENSITY > RIDGE else "memory",
+           f"{GUIDE_INTENSITY:.0f} FLOP a byte, and the ridge point is {RIDGE:.0f}",
+           lambda _: f"{GUIDE_INTENSITY:.0f} FLOP a byte, and the ridge point is {RIDGE:.0f}"),
+    Found("layers.conv", f"the intensity of {CONV}", "FLOP a byte", lambda m: m.intensity(CONV),
+          "Images in and out, batch x channels x height x width, and the weights; 4 bytes each. "
+          "Operations: 2 x weights x batch x height x width."),
+    Found("layers.linear", f"the intensity of {LINEAR}", "FLOP a byte",
+          lambda m: m.intensity(LINEAR),
+          "Each weight is read once for the whole batch: with a small one, weights are most of the "
+          "bytes."),
+    Found("layers.linear_batch", f"the batch at which {LINEAR} is at the ridge point", "images",
+          lambda m: m.linear_batch,
+          f"2 x weights x B / (4 x (in x B + out x B + weights)) = {RIDGE:.1f}, solved for B.",
+          within=0.08),
+    Chosen("layers.relu", "what bounds a ReLU", ("compute", "memory"), lambda _: "memory",
+           "it reads and writes a number for each comparison, at any batch size"),
 )  # fmt: skip

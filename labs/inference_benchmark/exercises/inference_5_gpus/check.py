@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from labs.group import Group
 from labs.inference_benchmark.own_runs import images_per_s
 from workshop.exercises.frame import Item, Missing, Work
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
@@ -25,8 +26,7 @@ class Measured:
     @property
     def parts(self) -> tuple[int, ...]:
         """Images of each process in the uneven run."""
-        whole, rest = divmod(self.uneven.units_per_step, self.uneven.processes)
-        return tuple(whole + (rank < rest) for rank in range(self.uneven.processes))
+        return Group(size=self.uneven.processes).parts(self.uneven.units_per_step)
 
     @property
     def most(self) -> float:
@@ -44,71 +44,50 @@ def percent(run: LabRun) -> float:
 
 
 QUESTIONS: tuple[Question[Measured], ...] = (
-    Predicted(
-        "predict.inference_percent", "predicted: efficiency in inference", "%",
-        lambda m: percent(m.even),
-        "Replicas exchange nothing. What they share takes the rest: the host's processors, on a "
-        "CPU its memory and caches; and a group is as slow as its slowest process.", within=0.15,
-    ),
-    Predicted(
-        "predict.training_percent", "predicted: efficiency in training", "%",
-        lambda m: percent(m.training),
-        "Each step waits until the gradients of all weights have gone round: the fewer images a "
-        "process has for each exchange, the more that costs.", within=0.15,
-    ),
-    Found(
-        "found.images_per_s", "all processes together", "images/s", lambda m: images_per_s(m.even),
-        "The line `Throughput: ... (global)` of the newest run with a batch that divides.",
-    ),
-    Found(
-        "found.alone_per_s", "one process alone", "images/s",
-        lambda m: float(m.even.metrics["one_process_per_s"] or 0),
-        "The line `One GPU alone` (CPU: `One process alone`), of the same run.",
-    ),
-    Found(
-        "found.efficiency_percent", "efficiency in inference", "%", lambda m: percent(m.even),
-        "Throughput of all over that of one alone and the number of processes, times 100.",
-        slips=lambda m: [(
-            percent(m.even) * m.even.processes,
-            "that is the speed-up in percent: divide it by the number of processes",
-        )],
-    ),
-    Found(
-        "found.first_has", "images of the first process", "images", lambda m: m.parts[0],
-        "The line `Local batch size` of GPU (or process) 0, of the run with a remainder.", within=0,
-    ),
-    Found(
-        "found.second_has", "images of the second process", "images", lambda m: m.parts[1],
-        "The second process's line `Local batch size`; together they have the whole batch.",
-        within=0,
-    ),
-    Found(
-        "found.most_percent", "the most that a remainder allows", "%", lambda m: m.most,
-        "The group takes as long as the process with the most images. How many images could all "
-        "processes do in that time?", within=0.01,
-        slips=lambda m: [(100.0, "the process with fewer images waits for the other")],
-    ),
-    Found(
-        "found.training_percent", "efficiency in training", "%", lambda m: percent(m.training),
-        "The line `Scaling efficiency` of the run with --mode training.",
-    ),
-    Found(
-        "found.exchanged_mb", "gradients of a step", "MB",
-        lambda m: float(m.training.memory_mb["gradients"]),
-        "One for each weight, in fp32: the line `Memory Usage` of the run in training names them.",
-        within=0.05,
-    ),
-    Chosen(
-        "found.exchange", "what training exchanges", ("images", "gradients", "logits"),
-        lambda m: "gradients",
-        "each process has images of its own, and its loss is its own too; what must be equal "
-        "are the weights after the step",
-    ),
-    Chosen(
-        "found.with_batch", "the exchange with a larger batch", ("grow", "shrink", "stay"),
-        lambda m: "stay", "the number of gradients depends on the network, not on the batch",
-        lambda m: "stays, so that a larger batch has more work for each exchange",
-    ),
+    Predicted("predict.inference_percent", "predicted: efficiency in inference", "%",
+              lambda m: percent(m.even),
+              "Replicas exchange nothing. What they share takes the rest: the host's processors, "
+              "on a CPU its memory and caches; and a group is as slow as its slowest process.",
+              within=0.15),
+    Predicted("predict.training_percent", "predicted: efficiency in training", "%",
+              lambda m: percent(m.training),
+              "Each step waits until the gradients of all weights have gone round: the fewer "
+              "images a process has for each exchange, the more that costs.", within=0.15),
+    Found("found.images_per_s", "all processes together", "images/s",
+          lambda m: images_per_s(m.even),
+          "The line `Throughput: ... (global)` of the newest run with a batch that divides."),
+    Found("found.alone_per_s", "one process alone", "images/s",
+          lambda m: float(m.even.metrics["one_process_per_s"] or 0),
+          "The line `One GPU alone` (CPU: `One process alone`), of the same run."),
+    Found("found.efficiency_percent", "efficiency in inference", "%", lambda m: percent(m.even),
+          "Throughput of all over that of one alone and the number of processes, times 100.",
+          slips=lambda m: [(
+              percent(m.even) * m.even.processes,
+              "that is the speed-up in percent: divide it by the number of processes",
+          )]),
+    Found("found.first_has", "images of the first process", "images", lambda m: m.parts[0],
+          "The line `Local batch size` of GPU (or process) 0, of the run with a remainder.",
+          within=0),
+    Found("found.second_has", "images of the second process", "images", lambda m: m.parts[1],
+          "The second process's line `Local batch size`; together they have the whole batch.",
+          within=0),
+    Found("found.most_percent", "the most that a remainder allows", "%", lambda m: m.most,
+          "The group takes as long as the process with the most images. How many images could all "
+          "processes do in that time?", within=0.01,
+          slips=lambda m: [(100.0, "the process with fewer images waits for the other")]),
+    Found("found.training_percent", "efficiency in training", "%", lambda m: percent(m.training),
+          "The line `Scaling efficiency` of the run with --mode training."),
+    Found("found.exchanged_mb", "gradients of a step", "MB",
+          lambda m: float(m.training.memory_mb["gradients"]),
+          "One for each weight, in fp32: the line `Memory Usage` of the run in training names "
+          "them.", within=0.05),
+    Chosen("found.exchange", "what training exchanges", ("images", "gradients", "logits"),
+           lambda m: "gradients",
+           "each process has images of its own, and its loss is its own too; what must be equal "
+           "are the weights after the step"),
+    Chosen("found.with_batch", "the exchange with a larger batch", ("grow", "shrink", "stay"),
+           lambda m: "stay", "the number of gradients depends on the network, not on the batch",
+           lambda m: "stays, so that a larger batch has more work for each exchange"),
 )  # fmt: skip
 
 

@@ -103,72 +103,49 @@ def _interval(difference: timing.Ratio) -> str:
 
 
 QUESTIONS: tuple[Question[Measured], ...] = (
-    Predicted(
-        "predict.speedup", "predicted: the speed-up of compiling", "x",
-        lambda m: m.full.difference.value,
-        "Convolutions stay with the vendor's library. The compiler joins the operations between "
-        "them, and cannot save more time than these take.",
-    ),
-    Predicted(
-        "predict.compile_s", "predicted: seconds to compile", "s", lambda m: m.compile_s,
-        "It traces the network, writes kernels and calls a compiler for each: the time follows "
-        "the number of different operations, not their size.", within=0.5,
-    ),
-    Found(
-        "found.compile_s", "seconds to compile", "s", lambda m: m.compile_s,
-        "The line `Compilation time`, of the newest run with --compile and without --compare.",
-    ),
-    Found(
-        "found.break_even_batches", "batches until it is paid back", "batches",
-        lambda m: m.batches,
-        "The compiler's seconds over what a batch saves, or the line `Break-even`; 0 if never.",
-        slips=_never,
-    ),
-    Found(
-        "found.break_even_s", "seconds of service until then", "s", lambda m: m.seconds,
-        "That many batches at the plain network's time for each, which `Break-even` gives too.",
-        within=0.05,
-        slips=lambda m: [(
-            m.compile_s, "that is the compiler's time; in it the plain program has served batches",
-        )],
-    ),
-    Found(
-        "found.speedup", "the speed-up in fp32", "x", lambda m: m.full.difference.value,
-        "The column `speed-up` of the comparison in fp32, of `compile` without a mode's name; "
-        "where it has no number, images/s over images/s of plain fp32.",
-    ),
-    Chosen(
-        "found.difference", "whether compiling makes a difference in fp32",
-        ("faster", "slower", "none"), lambda m: m.full.verdict,
-        "an interval that contains 1 shows none; above 1 it is faster, below slower",
-        lambda m: _interval(m.full.difference),
-    ),
-    Chosen(
-        "found.fastest", "the fastest mode in fp32", MODES, fastest,
-        "the column of images/s says so",
-        lambda m: ", ".join(f"{mode} {m.full.rate(mode):,.1f}" for mode in MODES
-                            if m.full.rate(mode)),
-    ),
-    Found(
-        "found.speedup_half", "the speed-up at half precision", "x",
-        lambda m: m.half.difference.value,
-        "Of the comparison with --precision fp16 or bf16, likewise.",
-    ),
-    Found(
-        "found.both", "both changes together", "x",
-        lambda m: m.half.rate("default") / m.full.rate("none"),
-        "Images/s of the compiled network at half precision over those of plain fp32.",
-        within=0.05,
-        slips=lambda m: [(
-            m.half.difference.value,
-            "that is over plain at the same precision: divide by plain fp32's",
-        )],
-    ),
-    Chosen(
-        "found.short_script", f"{SCRIPT_BATCHES} batches", ("yes", "no"),
-        lambda m: "yes" if 0 < m.batches < SCRIPT_BATCHES else "no",
-        lambda m: f"compare {SCRIPT_BATCHES} batches with the number until it is paid back",
-    ),
+    Predicted("predict.speedup", "predicted: the speed-up of compiling", "x",
+              lambda m: m.full.difference.value,
+              "Convolutions stay with the vendor's library. The compiler joins the operations "
+              "between them, and cannot save more time than these take."),
+    Predicted("predict.compile_s", "predicted: seconds to compile", "s", lambda m: m.compile_s,
+              "It traces the network, writes kernels and calls a compiler for each: the time "
+              "follows the number of different operations, not their size.", within=0.5),
+    Found("found.compile_s", "seconds to compile", "s", lambda m: m.compile_s,
+          "The line `Compilation time`, of the newest run with --compile and without --compare."),
+    Found("found.break_even_batches", "batches until it is paid back", "batches",
+          lambda m: m.batches,
+          "The compiler's seconds over what a batch saves, or the line `Break-even`; 0 if never.",
+          slips=_never),
+    Found("found.break_even_s", "seconds of service until then", "s", lambda m: m.seconds,
+          "That many batches at the plain network's time for each, which `Break-even` gives too.",
+          within=0.05,
+          slips=lambda m: [(m.compile_s, "that is the compiler's time; in it the plain program has "
+                                         "served batches")]),
+    Found("found.speedup", "the speed-up in fp32", "x", lambda m: m.full.difference.value,
+          "The column `speed-up` of the comparison in fp32, of `compile` without a mode's name; "
+          "where it has no number, images/s over images/s of plain fp32."),
+    Chosen("found.difference", "whether compiling makes a difference in fp32",
+           ("faster", "slower", "none"), lambda m: m.full.verdict,
+           "an interval that contains 1 shows none; above 1 it is faster, below slower",
+           lambda m: _interval(m.full.difference)),
+    Chosen("found.fastest", "the fastest mode in fp32", MODES, fastest,
+           "the column of images/s says so",
+           lambda m: ", ".join(f"{mode} {m.full.rate(mode):,.1f}" for mode in MODES
+                               if m.full.rate(mode))),
+    Found("found.speedup_half", "the speed-up at half precision", "x",
+          lambda m: m.half.difference.value,
+          "Of the comparison with --precision fp16 or bf16, likewise."),
+    Found("found.both", "both changes together", "x",
+          lambda m: m.half.rate("default") / m.full.rate("none"),
+          "Images/s of the compiled network at half precision over those of plain fp32.",
+          within=0.05,
+          slips=lambda m: [(
+              m.half.difference.value,
+              "that is over plain at the same precision: divide by plain fp32's",
+          )]),
+    Chosen("found.short_script", f"{SCRIPT_BATCHES} batches", ("yes", "no"),
+           lambda m: "yes" if 0 < m.batches < SCRIPT_BATCHES else "no",
+           lambda m: f"compare {SCRIPT_BATCHES} batches with the number until it is paid back"),
 )  # fmt: skip
 
 

@@ -53,69 +53,48 @@ def bounds(m: Measured) -> list[str]:
 
 
 QUESTIONS: tuple[Question[Measured], ...] = (
-    Predicted(
-        "predict.five_percent", "predicted: the share of the first five", "%",
-        lambda m: 100 * m.plain.five_share(),
-        "A few kernels take most of the time of nearly every network: to make the others faster "
-        "gains little.", within=0.1,
-    ),
-    Predicted(
-        "predict.launches", "predicted: kernels of an iteration", "calls",
-        lambda m: m.plain.launches(),
-        "Each layer is at least one kernel, a convolution often several; on a CPU operators that "
-        "call others count too.", within=0.5,
-    ),
+    Predicted("predict.five_percent", "predicted: the share of the first five", "%",
+              lambda m: 100 * m.plain.five_share(),
+              "A few kernels take most of the time of nearly every network: to make the others "
+              "faster gains little.", within=0.1),
+    Predicted("predict.launches", "predicted: kernels of an iteration", "calls",
+              lambda m: m.plain.launches(),
+              "Each layer is at least one kernel, a convolution often several; on a CPU operators "
+              "that call others count too.", within=0.5),
     Written("found.hottest", "the hottest row",
             lambda m, answer: not_the_hottest(m.plain.table, answer)),
-    Found(
-        "found.hottest_percent", "its share", "%",
-        lambda m: 100 * m.plain.table.share(m.plain.table.kernels[0]),
-        "The column `share` of the first row.",
-    ),
-    Found(
-        "found.five_percent", "the share of the first five", "%",
-        lambda m: 100 * m.plain.five_share(), "The first five rows of `show`, added up.",
-        within=0.01,
-    ),
-    Found(
-        "found.launches", "kernels of an iteration", "calls", lambda m: m.plain.launches(),
-        "The line under the hot list: `N calls, ... ms each`, of one step and not of all.",
-        slips=lambda m: [
-            (float(m.plain.table.launches), "that is the whole trace: it holds several iterations"),
-            (float(len(m.plain.table.kernels)), "those are the rows: a row has many calls"),
-        ],
-    ),
-    Found(
-        "found.products_percent", "products and convolutions", "%",
-        lambda m: 100 * m.plain.share("GEMM"), "GEMM in the line `by category`.",
-    ),
-    Found(
-        "found.copies_percent", "copies", "%", lambda m: 100 * m.plain.share("copy"),
-        "`copy` in the line `by category`; 0 if it is not there.", within=0.0, margin=0.1,
-    ),
-    Found(
-        "found.idle_percent", "how much of the time the GPU is idle", "%",
-        lambda m: m.idle_percent,
-        "the line `GPU busy A of B ms (busy%), idle ...`; 0 without a GPU", within=0, margin=1,
-    ),
-    Chosen(
-        "found.bound", "what bounds the iteration", tuple(BOUNDS), bounds,
-        lambda m: f"products {100 * m.plain.share('GEMM'):.0f}%, idle {m.idle_percent:.0f}%; "
-        "`python -m workshop.profilers advise` weighs them",
-        lambda m: m.advice.sentence if m.advice else "",
-    ),
-    Found(
-        "found.half_time", "time at half precision, over fp32's", "x",
-        lambda m: iteration_ns(m.half) / iteration_ns(m.plain),
-        "The ms of one step, under the two hot lists: half precision's over fp32's.",
-        slips=lambda m: [(
-            iteration_ns(m.plain) / iteration_ns(m.half), "that is fp32's over half precision's",
-        )],
-    ),
-    Found(
-        "found.half_products_percent", "products and convolutions at half precision", "%",
-        lambda m: 100 * m.half.share("GEMM"), "GEMM in the line `by category` of that trace.",
-    ),
+    Found("found.hottest_percent", "its share", "%",
+          lambda m: 100 * m.plain.table.share(m.plain.table.kernels[0]),
+          "The column `share` of the first row."),
+    Found("found.five_percent", "the share of the first five", "%",
+          lambda m: 100 * m.plain.five_share(), "The first five rows of `show`, added up.",
+          within=0.01),
+    Found("found.launches", "kernels of an iteration", "calls", lambda m: m.plain.launches(),
+          "The line under the hot list: `N calls, ... ms each`, of one step and not of all.",
+          slips=lambda m: [
+              (float(m.plain.table.launches),
+               "that is the whole trace: it holds several iterations"),
+              (float(len(m.plain.table.kernels)), "those are the rows: a row has many calls"),
+          ]),
+    Found("found.products_percent", "products and convolutions", "%",
+          lambda m: 100 * m.plain.share("GEMM"), "GEMM in the line `by category`."),
+    Found("found.copies_percent", "copies", "%", lambda m: 100 * m.plain.share("copy"),
+          "`copy` in the line `by category`; 0 if it is not there.", within=0.0, margin=0.1),
+    Found("found.idle_percent", "how much of the time the GPU is idle", "%",
+          lambda m: m.idle_percent,
+          "the line `GPU busy A of B ms (busy%), idle ...`; 0 without a GPU", within=0, margin=1),
+    Chosen("found.bound", "what bounds the iteration", tuple(BOUNDS), bounds,
+           lambda m: f"products {100 * m.plain.share('GEMM'):.0f}%, idle {m.idle_percent:.0f}%; "
+           "`python -m workshop.profilers advise` weighs them",
+           lambda m: m.advice.sentence if m.advice else ""),
+    Found("found.half_time", "time at half precision, over fp32's", "x",
+          lambda m: iteration_ns(m.half) / iteration_ns(m.plain),
+          "The ms of one step, under the two hot lists: half precision's over fp32's.",
+          slips=lambda m: [(
+              iteration_ns(m.plain) / iteration_ns(m.half), "that is fp32's over half precision's",
+          )]),
+    Found("found.half_products_percent", "products and convolutions at half precision", "%",
+          lambda m: 100 * m.half.share("GEMM"), "GEMM in the line `by category` of that trace."),
 )  # fmt: skip
 
 

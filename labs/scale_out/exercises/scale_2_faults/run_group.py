@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[4]))  # a checkout needs no installation
-
 if __name__ == "__main__":
     from workshop.needed import import_torch
 

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[4]))  # a checkout needs no installation
-
 if __name__ == "__main__":
     from workshop.needed import import_torch
 

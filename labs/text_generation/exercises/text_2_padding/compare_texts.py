@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[4]))  # a checkout needs no installation
-
 if __name__ == "__main__":
     from workshop.needed import import_torch
 

@@ -41,7 +41,7 @@ class Round:
     """The reason why the round has no reference yet."""
 
 
-class Case:
+class References:
     """One size and precision: the gate's references, and those of each repeat's timed run."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Case:
         """V1's process, started if it has to be. Raises WorkshopError: it has ended."""
         setting = self.setting
         if self._process is None:
-            self._process = Process.of_module("workshop.judge.reference", self._environment)
+            self._process = Process.of_module("workshop.judge.reference_process", self._environment)
             self._facts = {}
         process = self._process
         try:
@@ -154,8 +154,8 @@ class Case:
         return made
 
     def draw(self, steps: int, warmup: int | None = None) -> Tensor:
-        """The batches of the warm-up (None: as long as the case's), the same in each process, and
-        timed ones that no process has seen before: int32 (warmup + steps, 2, B, T)."""
+        """The batches of the warm-up (None: of the runs' own), the same in each process, and timed
+        ones that no process has seen before: int32 (warmup + steps, 2, B, T)."""
         setting = self.setting
         shape = {
             "batch_size": setting.batch_size,
@@ -194,8 +194,8 @@ class Case:
         if self._own_errors is None:
             return None
         if made.exact is not None:
-            dtype = str(self.setting.reference_dtype).removeprefix("torch.")
-            return Reference(made.exact, self._own_errors, f"V1 in {dtype}", exact=True)
+            name = self.setting.reference_name
+            return Reference(made.exact, self._own_errors, name, exact=True)
         if made.own is None:
             return None
         return Reference(made.own, self._own_errors, "V1's own run", exact=False)

@@ -20,15 +20,15 @@ import torch
 from workshop import records, results, versions
 from workshop.errors import WorkshopError
 from workshop.gate.outcome import Setting
-from workshop.judge.cases import Case, Round
-from workshop.judge.judge import Candidate, gate_shape, is_v1
-from workshop.judge.plans import LEARNING_RATE, Asked, Options, Plan, flag, record
+from workshop.judge.judge import VersionProcess, gate_shape, is_v1
+from workshop.judge.plans import LEARNING_RATE, Asked, Options, VersionPlan, flag, record
 from workshop.judge.process import in_parallel, share_of_compilers
+from workshop.judge.references import References, Round
 from workshop.results import RunResult
 from workshop.run import data, hardware, interpreter, presets, waiting
 from workshop.run.precision import LADDER, get_precision
 
-__all__ = ["Asked", "Options", "Plan", "Planned", "alternate", "plan", "run_plans"]
+__all__ = ["Asked", "Options", "Planned", "VersionPlan", "alternate", "plan", "run_plans"]
 
 UNDER_WAY = " ..."
 """Ends a line about a stage that may take long."""
@@ -37,7 +37,7 @@ SLOW = (
     "or two, to check it; its time is not compared"
 )
 Say = Callable[[str], object]
-Hear = Callable[[Plan, str], object]
+Hear = Callable[[VersionPlan, str], object]
 """Takes a line that the process of a plan has printed."""
 
 
@@ -45,7 +45,7 @@ Hear = Callable[[Plan, str], object]
 class Planned:
     """The processes of a comparison, in the order in which they are timed."""
 
-    plans: Iterable[Plan]
+    plans: Iterable[VersionPlan]
     """A list; or a generator, which may read what earlier plans left in the session's folder."""
     keys: Sequence[str]
     """The versions of all plans."""
@@ -55,11 +55,11 @@ class Planned:
     """In sentences, what can't run here."""
 
     @staticmethod
-    def of(plans: Sequence[Plan], skipped: Iterable[str] = ()) -> "Planned":
+    def of(plans: Sequence[VersionPlan], skipped: Iterable[str] = ()) -> "Planned":
         return Planned(plans, [plan.version for plan in plans], len(plans), list(skipped))
 
 
-def alternate(plans: Sequence[Plan], repeats: int) -> list[Plan]:
+def alternate(plans: Sequence[VersionPlan], repeats: int) -> list[VersionPlan]:
     """The plans once for each repeat, in alternating directions; interpreted ones only once."""
     return [
         dataclasses.replace(plan, repeat=repeat)
@@ -94,7 +94,7 @@ def plan(asked: Asked) -> Planned:
     slow = {key for key in keys if interpreter.serves(versions.get_version(key), device)}
     plans = []
     for config, name in itertools.product(configs, precisions):
-        own = [Plan(key, config, name, interpreted=key in slow) for key in keys]
+        own = [VersionPlan(key, config, name, interpreted=key in slow) for key in keys]
         plans += alternate(own, asked.repeats)
     return Planned.of(plans)
 
@@ -125,13 +125,13 @@ def run_plans(planned: Planned, asked: Asked, session: str) -> tuple[list[RunRes
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=planned.total)
 
-        def hear(plan: Plan, line: str) -> None:
+        def hear(plan: VersionPlan, line: str) -> None:
             progress.update(task, description=f"{plan.label}: {line[:70]}")
             if line.endswith(UNDER_WAY) and not console.is_terminal:
                 say(f"{plan.label}: {line}")
 
         try:
-            with contextlib.closing(_Session(session, asked, missing, say, hear)) as under_way:
+            with contextlib.closing(_Comparison(session, asked, missing, say, hear)) as under_way:
                 for batch in _batches(planned.plans, asked.jobs):
                     under_way.run(batch)
                     progress.advance(task, len(batch))
@@ -140,10 +140,10 @@ def run_plans(planned: Planned, asked: Asked, session: str) -> tuple[list[RunRes
     return load_session(asked.output_dir, session), interrupted
 
 
-def _batches(plans: Iterable[Plan], jobs: int) -> Iterator[list[Plan]]:
+def _batches(plans: Iterable[VersionPlan], jobs: int) -> Iterator[list[VersionPlan]]:
     """Batches of up to `jobs` plans; a batch never holds the same version and size twice, as one
     that fails is not run again. With one job each plan is run before the next is asked for."""
-    batch: list[Plan] = []
+    batch: list[VersionPlan] = []
     for plan in plans:
         if plan.label in [other.label for other in batch]:
             yield batch
@@ -169,7 +169,7 @@ def _announce(keys: Iterable[str], asked: Asked, say: Say) -> dict[str, str]:
     return found
 
 
-class _Session:
+class _Comparison:
     """A session under way, and what has failed in it."""
 
     def __init__(
@@ -180,9 +180,9 @@ class _Session:
         self.device = hardware.get_device(asked.device)
         self.failed: set[str] = set()
         self._source = data.Source(asked.data)
-        self._cases: dict[str, Case] = {}
+        self._references: dict[str, References] = {}
         """By size and precision; no more than one has a process."""
-        self._waiting: list[Candidate] = []
+        self._waiting: list[VersionProcess] = []
         """Those whose reference, V1's own run, comes later in their repeat."""
         self._gates: dict[str, results.Parity] = {}
         """Verdicts of runs that are measured again in the place of the first time."""
@@ -190,10 +190,10 @@ class _Session:
         self._stored: records.Comparison | None = None
 
     def close(self) -> None:
-        for case in self._cases.values():
-            case.stop()
+        for references in self._references.values():
+            references.stop()
 
-    def run(self, batch: list[Plan]) -> None:
+    def run(self, batch: list[VersionPlan]) -> None:
         """Runs plans that prepare at the same time; once more those that were disturbed."""
         for plan in batch:
             reason = plan.skipped or self.missing.get(plan.version)
@@ -206,7 +206,7 @@ class _Session:
         disturbed = self._time([plan for plan in batch if plan.label not in self.failed])
         self._time([dataclasses.replace(plan, again=True) for plan in disturbed])
 
-    def _time(self, batch: list[Plan]) -> list[Plan]:
+    def _time(self, batch: list[VersionPlan]) -> list[VersionPlan]:
         """Runs and times the plans; those that other programs disturbed."""
         started = (one for plan in batch if (one := self._start(plan, len(batch) - 1)))
         with in_parallel(started) as candidates:
@@ -217,45 +217,45 @@ class _Session:
         return [plan for plan in disturbed if plan.label not in self.failed]
 
     @staticmethod
-    def _doubts(one: Candidate) -> bool:
+    def _doubts(one: VersionProcess) -> bool:
         """Whether a run's times contradict the judge's for the first time: that may be luck."""
         return bool(one.wrong_times) and not one.plan.again
 
-    def _start(self, plan: Plan, beside: int) -> Candidate | None:
+    def _start(self, plan: VersionPlan, beside: int) -> VersionProcess | None:
         """Starts a plan's process when V1 has answered what it needs; None, recorded and told, if
         V1 could not."""
         result = record(plan, self.asked, self.name, beside)
         if plan.again:
             result.gate = self._gates.pop(plan.label, result.gate)
         try:
-            case = self._case_of(plan, result)
+            references = self._references_of(plan, result)
             if plan.interpreted:
-                made = Round(case.draw(1, warmup=1))
+                made = Round(references.draw(1, warmup=1))
             else:
-                made = case.round(plan.repeat, plan.again, self.asked.num_steps)
+                made = references.round(plan.repeat, plan.again, self.asked.num_steps)
         except WorkshopError as error:
             result.status, result.error = "failed", str(error)
             self._save(plan, result)
             self._tell(plan, result.error)
             return None
         if self.device.type == "cuda":  # its memory is the candidate's
-            case.release()
+            references.release()
         environment = self._environment(plan.interpreted, beside)
         hear = functools.partial(self.hear, plan)
-        return Candidate(plan, case, made, self.asked, result, environment, hear)
+        return VersionProcess(plan, references, made, self.asked, result, environment, hear)
 
-    def _case_of(self, plan: Plan, result: RunResult) -> Case:
+    def _references_of(self, plan: VersionPlan, result: RunResult) -> References:
         """The references of a plan's size and precision, up to those of its gate."""
         config, batch_size, seq_len = plan.model_config()
         precision = get_precision(plan.precision, self.device, LADDER)
         setting = Setting(config, precision, self.device, self.asked.seed, batch_size, seq_len)
         key = repr(setting)
-        for other, case in self._cases.items():
+        for other, references in self._references.items():
             if other != key:
-                case.release()
-        if key not in self._cases:
+                references.release()
+        if key not in self._references:
             self.hear(plan, f"V1 answers what the others are compared with{UNDER_WAY}")
-            self._cases[key] = Case(
+            self._references[key] = References(
                 setting,
                 self._source,
                 warmup=self.asked.warmup_steps,
@@ -263,10 +263,10 @@ class _Session:
                 environment=self._environment(),
                 v1_is_timed=is_v1(plan, result),
             )
-        case = self._cases[key]
+        references = self._references[key]
         if plan.repeat == 0 and not plan.again:
-            case.prepare_gate(gate_shape(plan, case))
-        return case
+            references.prepare_gate(gate_shape(plan, references))
+        return references
 
     def _environment(self, interpreted: bool = False, beside: int = 0) -> dict[str, str]:
         environment = dict(os.environ)
@@ -281,10 +281,10 @@ class _Session:
             environment |= {interpreter.VARIABLE: "1", "OMP_NUM_THREADS": "1"}
         return environment
 
-    def _finish(self, one: Candidate) -> None:
+    def _finish(self, one: VersionProcess) -> None:
         """Judges a candidate, and those that have waited for it; saves and tells."""
         if one.is_reference:
-            one.case.lead(one.round, one.course)
+            one.references.lead(one.round, one.course)
         one.judge()
         if self._doubts(one):
             self._gates[one.plan.label] = one.result.gate
@@ -301,7 +301,7 @@ class _Session:
                 self._save(other.plan, other.result)
                 self._tell(other.plan, other.verdict())
 
-    def _save(self, plan: Plan, result: RunResult, stderr: Iterable[str] = ()) -> None:
+    def _save(self, plan: VersionPlan, result: RunResult, stderr: Iterable[str] = ()) -> None:
         if self._stored is None:
             self._stored = records.Comparison.of(result)
         self._stored.add(result, self._path)
@@ -313,7 +313,7 @@ class _Session:
             results.prepare_folder(log.parent)
             results.write_text(log, "\n".join(stderr) + "\n")
 
-    def _tell(self, plan: Plan, what: str) -> None:
+    def _tell(self, plan: VersionPlan, what: str) -> None:
         repeats = 1 if plan.interpreted else self.asked.repeats
         again = " again" if plan.again else ""
         self.say(f"{plan.label}, run {plan.repeat + 1} of {repeats}{again}: {what}")
