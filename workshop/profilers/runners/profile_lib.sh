@@ -4,7 +4,8 @@
 # takes --profile-steps, or has a train.py with --profile-one-step: the folder of the link that was
 # called chooses the program. Written for bash 3.2 (macOS) and later.
 #
-# A script may set DEFAULT_STEPS and MODES, then calls `begin "$@"`, which sets
+# A script may set DEFAULT_STEPS, MODES and, where it has a form for a class, CLASS_FORM (what that
+# does, and its minutes) with CLASS_MODE and CLASS_FLAGS; then it calls `begin "$@"`, which sets
 #   OUT     the folder for its outputs, absolute
 #   STEPS   steps under the profiler
 #   PYTHON  a Python that has PyTorch
@@ -32,6 +33,9 @@ OUTPUT_FILE=output.txt   # in OUT: what the commands printed
 DEFAULT_STEPS=3
 MODES=""
 MODE=all
+CLASS_FORM="" CLASS_MODE=all
+CLASS_FLAGS=() # of a version's program
+CLASS=no
 DRY_RUN=no
 STARTED=no # whether OUT is ours by now
 LOCK=""    # the file that keeps other runs out of it
@@ -49,6 +53,7 @@ usage() {
   --output-dir DIR  where the outputs go; a folder that a profiler's script filled is replaced
                     (default: ${OUT#"$ROOT/"})
 ${MODES:+  --mode MODE       only one of: $MODES
+}${CLASS_FORM:+  --class           for a class: $CLASS_FORM
 }  --dry-run         print the commands and run nothing; needs neither the tool nor a GPU
   --help            this text
   -- FLAGS          flags of $(basename "$MODEL"), such as --batch-size 8
@@ -98,6 +103,11 @@ begin() {
         shift 2
         ;;
       --dry-run) DRY_RUN=yes && shift ;;
+      --class)
+        [[ -n $CLASS_FORM ]] || fail 2 "it has no form for a class; see --help"
+        CLASS=yes STEPS=1 MODE=$CLASS_MODE
+        shift
+        ;;
       --help | -h)
         usage
         exit 0
@@ -127,6 +137,10 @@ begin() {
   done
   choose_python
   profiled=(--profile-steps "$STEPS" --output-dir "$OUT")
+  if [[ $CLASS == yes ]]; then
+    note "for a class: $CLASS_FORM (an estimate)"
+    case $MODEL in */tiny_llama_*) profiled+=(${CLASS_FLAGS[@]+"${CLASS_FLAGS[@]}"}) ;; esac
+  fi
   if [[ $ONE_STEP == yes ]]; then
     profiled=(--epochs 1 --batch-size 128 --profile-one-step --warmup-iters 20 --out-dir "$OUT")
   fi
@@ -222,8 +236,9 @@ version_of() { # version_of PROGRAM: nothing where it is not installed
     first_match '[0-9]+[.][0-9]+([.][0-9]+)?'
 }
 
+# A line with == names a package that a tool lacks.
 first_match() {
-  awk -v wanted="$1" '!found && match($0, wanted) { found = 1; print substr($0, RSTART, RLENGTH) }'
+  awk -v wanted="$1" '!found && !/==/ && match($0, wanted) { found = 1; print substr($0, RSTART, RLENGTH) }'
 }
 
 # Sets TOOL_VERSION, by which options are chosen: a program's, or the newest that we know where it

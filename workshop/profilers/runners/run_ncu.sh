@@ -7,6 +7,7 @@
 # shellcheck source-path=SCRIPTDIR source=profile_lib.sh
 source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/profile_lib.sh"
 DEFAULT_STEPS=1 # every kernel is run again for every group of metrics
+CLASS_FLAGS=(--num-layers 2) CLASS_FORM="one step of two layers, which are alike, 2 minutes"
 begin "$@"
 need_gpu nvidia
 need ncu "it comes with the CUDA toolkit, and by itself as Nsight Compute"

@@ -6,6 +6,7 @@
 
 # shellcheck source-path=SCRIPTDIR source=profile_lib.sh
 source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/profile_lib.sh"
+CLASS_FORM="one step, 1 minute"
 begin "$@"
 need_gpu nvidia
 need nsys "it comes with the CUDA toolkit, and by itself as Nsight Systems"

@@ -8,9 +8,24 @@
 source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/profile_lib.sh"
 MODES="counters roofline"
 DEFAULT_STEPS=1 # the whole program is run again for every group of counters
+CLASS_MODE=roofline
+CLASS_FORM="one step, three runs of the program and the ceilings, 5 minutes"
 begin "$@"
 need_gpu amd
 need rocprof-compute "it is ROCm's package rocprofiler-compute"
+
+# It is a Python program that demands exact versions of packages of its own, so it must not find
+# .venv's Python; the program that it profiles keeps its own Python, and the modules' PYTHONPATH.
+TRAIN[0]=$(command -v "$PYTHON" || printf '%s' "$PYTHON")
+[[ -z ${PYTHONPATH:-} ]] || TRAIN=(env "PYTHONPATH=$PYTHONPATH" "${TRAIN[@]}")
+OURS_PATH=${PYTHONPATH:-}
+unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
+PATH=$(tr : '\n' <<<"$PATH" | grep -vx "$ROOT/\.venv/bin" | paste -sd : -)
+tool=(rocprof-compute)
+if [[ -n ${ROCPROF_COMPUTE_PYTHON:-} ]]; then
+  tool=("$ROCPROF_COMPUTE_PYTHON" "$(realpath "$(command -v rocprof-compute)")")
+fi
+note "in a shell of your own, deactivate .venv first: ${tool[0]} refuses its packages"
 find_version rocprof-compute 3.9 # 3.2 is ROCm 7.0's, 3.4 is 7.2's, 3.9 is 10.1's
 
 # Its workloads/NAME/<model of the GPU> is made where it runs: newer versions have no option for

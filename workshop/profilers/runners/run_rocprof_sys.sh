@@ -7,6 +7,7 @@
 # shellcheck source-path=SCRIPTDIR source=profile_lib.sh
 source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/profile_lib.sh"
 MODES="sample trace"
+CLASS_MODE=trace CLASS_FORM="one step, every event, one run of the program, 2 minutes"
 begin "$@"
 need_gpu amd
 need rocprof-sys-sample "it is ROCm's package rocprofiler-systems"

@@ -8,6 +8,7 @@
 # shellcheck source-path=SCRIPTDIR source=profile_lib.sh
 source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/profile_lib.sh"
 MODES="hotspots timeline counters"
+CLASS_MODE=hotspots CLASS_FORM="one step, one run of the program, 2 minutes"
 begin "$@"
 need_gpu amd
 need rocprofv3 "it comes with ROCm 6.3 and later, in /opt/rocm/bin"
