@@ -34,7 +34,7 @@ LOGITS_FLOOR = 2.0**-12
 """Relative to what tells the images' logits apart: what these may always be off."""
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 """As published with many networks: of the 50,000 images, each colour of 0 to 1."""
-WEIGHT_DECAY, LABEL_SMOOTHING = 5e-4, 0.1
+WEIGHT_DECAY = 5e-4
 Tensors = dict[str, Tensor]
 
 
@@ -64,7 +64,8 @@ class Reference:
     @property
     def warmup(self) -> int:
         """Steps in which the learning rate rises; a cosine to 0 follows."""
-        return min(self.epoch_steps, self.total // 2)
+        given: int | None = self.arguments.warmup
+        return min(self.epoch_steps, self.total // 2) if given is None else given
 
     def sgd(self) -> steps.Sgd:
         return steps.Sgd(0.9, self.learning_rate, WEIGHT_DECAY, nesterov=True)
@@ -105,8 +106,9 @@ class Reference:
         statistics = {name: s.to(self.device, copy=True) for name, s in before.statistics.items()}
         with plain_arithmetic(precision, self.device):
             out = resnet(weights | statistics, self.values(images), training=True)
-            target = labels.to(self.device)
-            loss = F.cross_entropy(out.float(), target, label_smoothing=LABEL_SMOOTHING)
+            loss = F.cross_entropy(
+                out.float(), labels.to(self.device), label_smoothing=self.arguments.label_smoothing
+            )
         scaled = torch.autograd.grad(loss * before.loss_scale, list(weights.values()))
         gradients = [gradient / before.loss_scale for gradient in scaled]
         return loss.item(), dict(zip(weights, gradients, strict=True)), statistics

@@ -37,7 +37,7 @@ SETTLING_STEPS = 5
 TEST_BATCH = 500
 STEP = "train_step"
 """The range of the profiled step."""
-_SAME_ON_RESUME = "model epochs batch_size epoch_images lr seed".split()
+_SAME_ON_RESUME = "model epochs batch_size epoch_images lr label_smoothing seed".split()
 """Settings that must match the checkpoint when training resumes."""
 _CURVES = ("loss", "test_accuracy", "learning_rate")
 
@@ -51,6 +51,8 @@ MODELS = ("resnet18", "resnet34")
 DATASETS = ("cifar10", "digits")
 _BOUNDS = {
     "lr": (1e-9, 1e3),
+    "label_smoothing": (0, 0.99),
+    "warmup": (0, MOST),
     "seed": (0, MOST),
     "workers": (0, 64),
     "save_every": (0, MOST),
@@ -78,6 +80,10 @@ def build_parser() -> argparse.ArgumentParser:
     number("--epochs", default=20, help="passes over the images (default 20)")
     number("--batch-size", default=128, help="images a step (default 128)")
     add("--lr", type=float, default=0.1, metavar="X", help="highest learning rate (default 0.1)")
+    add("--warmup", type=int, metavar="N", help="steps in which the learning rate rises to --lr; a "
+        "cosine to 0 follows (default: one epoch, at most half of all steps)")  # fmt: skip
+    add("--label-smoothing", type=float, default=0.1, metavar="X",
+        help="of the cross-entropy (default 0.1)")  # fmt: skip
     add("--seed", type=int, default=42, help="of weights, order and augmentation (default 42)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
     _add_data(parser.add_argument_group("data").add_argument)
@@ -203,6 +209,8 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
     if arguments.amp and device.type == "cpu":
         print("--amp is without effect on the CPU", file=sys.stderr)
     saved = step.read_checkpoint(arguments.resume) if arguments.resume else None
+    if arguments.warmup is None and saved:
+        arguments.warmup = saved["settings"]["warmup"]
     for folder, flag in ((arguments.out_dir, "--out-dir"), (arguments.output_dir, "--output-dir")):
         results.prepare_folder(folder, flag)
     dataset = data.load(arguments.dataset, arguments.data)
@@ -218,7 +226,7 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
     )  # fmt: skip
     problem = Problem(
         Schedule(arguments.lr, reference.warmup, reference.total),
-        step.LABEL_SMOOTHING, dataset.mean, dataset.std,
+        arguments.label_smoothing, dataset.mean, dataset.std,
     )  # fmt: skip
     variant = variant_of(arguments, precision.name)
     set_arithmetic(precision.name)

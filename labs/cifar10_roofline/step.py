@@ -21,7 +21,6 @@ from workshop.run.precision import PRECISIONS
 CLASSES = 10
 MOMENTUM = 0.9
 WEIGHT_DECAY = 5e-4
-LABEL_SMOOTHING = 0.1
 STEPS_BEFORE_CAPTURE = 3
 GPU_COMPILER: dict[str, Any] = {
     "combo_kernels": True,
