@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from conftest import HANGS_S
 
+from workshop import errors
 from workshop.profilers import amd_counters, kernel_file, ncu, programs, run_all, summary
 from workshop.profilers.table import Kernel, KernelTable
 
@@ -241,7 +242,7 @@ NEEDED = {
     "--report=cuda_gpu_trace --report=cuda_api_sum --report=nvtx_pushpop_sum "
     "--report=nvtx_kern_sum --format=csv",
 }
-NEWEST = {"rocprof-sys-sample": "1.8", "rocprof-sys-run": "1.8", "rocprof-compute": "3.9"}
+NEWEST = {"rocprof-sys-sample": "1.8", "rocprof-sys-run": "1.8", "rocprof-compute": "3.10"}
 
 Options = dict[str, list[str]]
 """The values of each option that a command has."""
@@ -368,7 +369,7 @@ def test_rocprofv3_gets_options_that_the_installed_version_has(
 @pytest.mark.parametrize(
     ("tool", "versions_of_it"),
     [
-        ("rocprof_compute", "3.0.0 3.1.0 3.1.1 3.2.3 3.3.0 3.4.0 3.5.0 3.6.0 3.7.0 3.9.0"),
+        ("rocprof_compute", "3.0.0 3.1.0 3.1.1 3.2.3 3.3.0 3.4.0 3.5.0 3.6.0 3.7.0 3.9.0 3.10.0"),
         ("rocprof_sys", "1.0.0 1.2.1 1.5.0 1.6.0 1.8.0"),
     ],
 )
@@ -389,6 +390,53 @@ def test_options_are_those_of_the_installed_version(
         else:  # those of a bf16 training, where this version draws the roofline
             draws = commands[2 if number(version) < (3, 6) else 3]
             assert draws[draws.index("--roofline-data-type") + 1] == "BF16"
+
+
+# As rocprof-compute's entry script up to 3.5: it asks the first Python on the PATH for packages,
+# before it looks at its arguments.
+WITH_PACKAGES = (
+    RECORDER
+    + """
+case $(command -v python3) in
+  *$REFUSED*)
+    echo "[ERROR] The 'astunparse==1.6.2' package was not found in the current environment."
+    exit 1 ;;
+esac
+[ "${PYTHONPATH-none}" = none ] || exit 3
+echo "rocprofiler-compute version: 3.4.0 (r)"
+folder=workloads/roofline/MI300X
+case $1 in profile) mkdir -p $folder && echo rows >$folder/a.csv ;; esac
+"""
+)
+
+
+def test_rocprof_compute_does_not_see_the_environment(machine: Machine) -> None:
+    machine.install(rocprof_compute=WITH_PACKAGES, python3="exit 0", **AMD_GPU)
+    venv = machine.root / ".venv" / "bin"
+    venv.mkdir(parents=True)
+    (venv / "python3").symlink_to(machine.bin / "python3")
+    active = {"PATH": f"{venv}:{machine.bin}", "PYTHONPATH": "/modules/torch"}
+    done = machine.run("rocprof_compute", "--class", REFUSED=".venv/bin", **active)
+    assert done.returncode == 0, done.stderr
+    assert (machine.out / "roofline.txt").exists() and (machine.out / "kernels.json").exists()
+    called = machine.recorded("rocprof-compute")
+    program = called[called.index("--") + 1 :]
+    assert program[:3] == ["env", "PYTHONPATH=/modules/torch", str(machine.bin / "my_python")]
+    refused = machine.run("rocprof_compute", "--class", REFUSED="python3")
+    assert refused.returncode == 77 and "astunparse==1.6.2" in refused.stderr
+    assert "docs/amd.md" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("tool", "commands"),
+    [("rocprofv3", 1), ("rocprof_sys", 1), ("rocprof_compute", 2), ("nsys", 2), ("ncu", 2)],
+)
+def test_the_form_for_a_class_is_one_step(tool: str, commands: int, machine: Machine) -> None:
+    found = machine.dry_run(tool, "--class")
+    assert len(found) == commands
+    assert found[0][found[0].index("--profile-steps") + 1] == "1"
+    assert ("--num-layers" in found[0]) == (tool == "ncu")
+    assert machine.run("proton", "--class").returncode == errors.WRONG_USAGE
 
 
 ARCHITECTURES = ["gfx90a", "gfx942", "gfx950"]

@@ -710,7 +710,7 @@ def test_measured_ceilings(tmp_path: Path, write: Write) -> None:
     assert second == dataclasses.replace(first, device=1)
     # Ceilings alone are a workload, though one without kernels.
     assert rocprof_compute.recognises(tmp_path)
-    with pytest.raises(WorkshopError, match="without --roof-only"):
+    with pytest.raises(WorkshopError, match="--bench-only leaves"):
         rocprof_compute.read(tmp_path)
 
 

@@ -105,7 +105,7 @@ RECORDED: dict[str, tuple[tuple[Any, ...], dict[str, float], dict[str, float], d
         {"GEMM": 295.996, "elementwise": 188.672, "copy": 170.623, "other": 20.767},
         {},
     ),
-    "rocm_tools_intro/made_up_run": (
+    "rocprofv3_invented": (
         ("rocprofv3", "MI300X (MADE UP FOR AN EXERCISE)", 2, 14, 84),
         {"total": 5604.423, "busy": 5604.423, "span": 6538.537, "forward": 1801.360,
          "backward": 3538.468, "optimizer": 264.595},
@@ -118,8 +118,7 @@ RECORDED: dict[str, tuple[tuple[Any, ...], dict[str, float], dict[str, float], d
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_what_a_tool_wrote_gives(name: str) -> None:
-    folder = ROOT / "version2_pytorch_fused/exercises" if "made_up" in name else FIXTURES
-    table = load(folder / name)
+    table = load(FIXTURES / name)
     facts, times_us, categories_us, host_calls = RECORDED[name]
     found = (table.tool, table.device, table.steps, len(table.kernels), table.launches)
     assert found == facts

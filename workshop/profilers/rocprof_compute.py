@@ -37,8 +37,8 @@ def read(path: Path) -> KernelTable:
     workloads = _workloads(path)
     if not workloads:
         raise WorkshopError(
-            f"{path}: no workload in it, a folder with {_MERGED}; give what `rocprof-compute "
-            "profile` wrote without --roof-only, which leaves ceilings and no kernels"
+            f"{path}: no workload in it, a folder with {_MERGED} or results_*.csv, which "
+            "`rocprof-compute profile` writes; --bench-only leaves ceilings and no kernels"
         )
     folder, *others = workloads
     table = _table(folder, path)

@@ -1,15 +1,14 @@
 """Your GPU's profilers: each answer against the participant's own outputs for V1, of AMD's tools or
 NVIDIA's, or against those recorded on an H200 where there are none."""
 
-import json
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from workshop.errors import WorkshopError
+from workshop import results
 from workshop.exercises.frame import RESULTS, Item, Missing, Work
 from workshop.exercises.hot_list import not_the_hottest
 from workshop.exercises.predict import Chosen, Found, NotCompared, Predicted, Question, Written, ask
@@ -105,23 +104,17 @@ class Outputs:
         return Ceiling(peaks.tflops[precision], peaks.bandwidth_gbs, peaks.source)
 
     @cached_property
-    def flops(self) -> dict[str, float]:
-        """Operations of a step by counter, of the participant's own run of the counters.
+    def counts(self) -> dict[str, dict[str, Any]]:
+        """The operations of a step by counter, of the participant's own run.
 
         Raises:
             Missing: the program has not been run.
         """
         path = self.profiles / "deepspeed_flops" / "flops.json"
-        try:
-            counts = json.loads(path.read_text(encoding="utf-8"))["counts"]
-            return {
-                name: float((count["forward"] or math.nan) + (count["backward"] or 0))
-                for name, count in counts.items()
-            }
-        except FileNotFoundError:
-            raise Missing("no count of a step's operations yet:", _command("flops")) from None
-        except (ValueError, KeyError, TypeError):
-            raise WorkshopError(f"{path}: damaged; make it again") from None
+        if not path.is_file():
+            raise Missing("no count of a step's operations yet:", _command("flops"))
+        counts: dict[str, dict[str, Any]] = results.read_json(path)["counts"]
+        return counts
 
 
 def _is_of_a_gpu(folder: Path) -> bool:
@@ -212,12 +205,12 @@ def side(outputs: Outputs) -> str:
     return SIDES[intensity(outputs) >= outputs.ceiling.ridge]
 
 
-def deepspeed_share(outputs: Outputs) -> float:
-    """DeepSpeed's count over that of the model's sizes; its counterpart's where it is missing."""
-    counts = outputs.flops
-    if math.isnan(counts["DeepSpeed"]):
-        raise NotCompared("DeepSpeed is not installed here: not compared")
-    return 100 * counts["DeepSpeed"] / counts["analytic"]
+def deepspeed_percent(outputs: Outputs) -> float:
+    """DeepSpeed's count over the operations of a whole step, from the model's sizes."""
+    counted, analytic = outputs.counts["DeepSpeed"], outputs.counts["analytic"]
+    if counted["forward"] is None:
+        raise NotCompared(f"DeepSpeed has no count here ({counted['error']}): not compared")
+    return float(100 * counted["forward"] / (analytic["forward"] + analytic["backward"]))
 
 
 QUESTIONS: tuple[Question[Outputs], ...] = (
@@ -301,8 +294,10 @@ QUESTIONS: tuple[Question[Outputs], ...] = (
         "left of the ridge is memory's side, right of it that of the arithmetic",
     ),
     Found(
-        "flops.deepspeed_percent", "DeepSpeed's count, of the model's own", "%", deepspeed_share,
-        "the last column of the table in flops.md, the row DeepSpeed", within=0, margin=1,
+        "flops.deepspeed_percent", "DeepSpeed's count, of a whole step's operations", "%",
+        deepspeed_percent,
+        "its number in flops.md over the sum of the two in the row `analytic`", within=0, margin=1,
+        slips=lambda outputs: [(3 * deepspeed_percent(outputs), "of a whole step, not of forward")],
     ),
     Chosen(
         "flops.left_out", "what DeepSpeed's count leaves out", LEFT_OUT,

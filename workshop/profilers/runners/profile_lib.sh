@@ -229,10 +229,10 @@ amd_architecture() {
   { rocm_agent_enumerator || rocminfo || true; } 2>/dev/null | first_match 'gfx[1-9][0-9a-f]*'
 }
 
-version_of() { # version_of PROGRAM: nothing where it is not installed
+version_of() { # version_of PROGRAM...: nothing where it is not installed
   command -v "$1" >/dev/null || return 0
   # Standard error comes last: a warning may have a number too.
-  { printf '%s\n' "$({ "$1" --version || true; } 2>&1 >&3)"; } 3>&1 |
+  { printf '%s\n' "$({ "$@" --version || true; } 2>&1 >&3)"; } 3>&1 |
     first_match '[0-9]+[.][0-9]+([.][0-9]+)?'
 }
 
@@ -243,11 +243,12 @@ first_match() {
 
 # Sets TOOL_VERSION, by which options are chosen: a program's, or the newest that we know where it
 # is not installed, which only a dry run gets to.
-find_version() { # find_version PROGRAM NEWEST
-  TOOL_VERSION=$(version_of "$1")
+find_version() { # find_version PROGRAM... NEWEST
+  local newest=${*: -1}
+  TOOL_VERSION=$(version_of "${@:1:$#-1}")
   [[ -z $TOOL_VERSION ]] || return 0
-  TOOL_VERSION=$2
-  note "$1 doesn't print its version: these are the options of $2"
+  TOOL_VERSION=$newest
+  note "$1 doesn't print its version: these are the options of $newest"
 }
 
 at_least() { # at_least VERSION WANTED

@@ -15,26 +15,32 @@ need_gpu amd
 need rocprof-compute "it is ROCm's package rocprofiler-compute"
 
 # It is a Python program that demands exact versions of packages of its own, so it must not find
-# .venv's Python; the program that it profiles keeps its own Python, and the modules' PYTHONPATH.
+# .venv's Python. The program that it profiles keeps its Python, and the modules' PYTHONPATH.
 TRAIN[0]=$(command -v "$PYTHON" || printf '%s' "$PYTHON")
-[[ -z ${PYTHONPATH:-} ]] || TRAIN=(env "PYTHONPATH=$PYTHONPATH" "${TRAIN[@]}")
-OURS_PATH=${PYTHONPATH:-}
+if [[ -n ${PYTHONPATH:-} ]]; then TRAIN=(env "PYTHONPATH=$PYTHONPATH" "${TRAIN[@]}"); fi
 unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
-PATH=$(tr : '\n' <<<"$PATH" | grep -vx "$ROOT/\.venv/bin" | paste -sd : -)
+PATH=:$PATH:
+PATH=${PATH//":$ROOT/.venv/bin:"/:}
+PATH=${PATH#:} PATH=${PATH%:}
 tool=(rocprof-compute)
 if [[ -n ${ROCPROF_COMPUTE_PYTHON:-} ]]; then
-  tool=("$ROCPROF_COMPUTE_PYTHON" "$(realpath "$(command -v rocprof-compute)")")
+  tool=("$ROCPROF_COMPUTE_PYTHON" "$(command -v rocprof-compute || printf rocprof-compute)")
 fi
-note "in a shell of your own, deactivate .venv first: ${tool[0]} refuses its packages"
-find_version rocprof-compute 3.9 # 3.2 is ROCm 7.0's, 3.4 is 7.2's, 3.9 is 10.1's
+note "to type these yourself, deactivate .venv first: rocprof-compute refuses its packages"
+if [[ $DRY_RUN == no ]]; then
+  refusal=$({ "${tool[@]}" --version || true; } 2>&1 | grep -m 1 -e 'package was not found' -e 'does not meet' || true)
+  [[ -z $refusal ]] || skip "rocprof-compute refuses its Python (${refusal# }): docs/amd.md, 'Where" \
+    "rocprof-compute's packages are', has the way out"
+fi
+find_version "${tool[@]}" 3.10 # 3.2 is ROCm 7.0's, 3.4 is 7.2's, 3.10 is 10.2's
 
 # Its workloads/NAME/<model of the GPU> is made where it runs: newer versions have no option for
 # the place, older ones have another.
 enter "$OUT"
 [[ $DRY_RUN == no ]] || note "MODEL is the name of the GPU, which the first run finds out"
 if wanted counters; then
-  run rocprof-compute profile --name counters --no-roof -- "${TRAIN[@]}"
-  attempt_to counters.txt rocprof-compute analyze --path "$(workload counters)"
+  run "${tool[@]}" profile --name counters --no-roof -- "${TRAIN[@]}"
+  attempt_to counters.txt "${tool[@]}" analyze --path "$(workload counters)"
 fi
 
 # `profile` draws the roofline up to 3.5 (ROCm 7.12), `analyze` from 3.6 on: for these data types,
@@ -48,11 +54,11 @@ if wanted roofline && ! at_least "$TOOL_VERSION" 3.1.1; then
   [[ $MODE != roofline ]] || skip "roofline: it takes rocprof-compute 3.1.1, of ROCm 6.4.2"
   note "left out the roofline: it takes rocprof-compute 3.1.1, of ROCm 6.4.2"
 elif wanted roofline; then
-  run rocprof-compute profile --name roofline --roof-only ${profile[@]+"${profile[@]}"} \
+  run "${tool[@]}" profile --name roofline --roof-only ${profile[@]+"${profile[@]}"} \
     -- "${TRAIN[@]}"
-  attempt_to roofline.txt rocprof-compute analyze --path "$(workload roofline)" \
+  attempt_to roofline.txt "${tool[@]}" analyze --path "$(workload roofline)" \
     ${analyze[@]+"${analyze[@]}"}
 fi
 
-# The ceilings alone have no table.
-[[ $MODE == roofline ]] || show
+# The roofline's own counters are bytes and operations, which the table has too.
+show
