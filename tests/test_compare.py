@@ -232,9 +232,8 @@ def test_no_number_of_an_interpreted_run_is_beside_those_that_were_not(changes) 
     assert row.status == "interpreted" and not row.failed
     assert (row.parity, row.tensors_with_grad) == ("pass", 38)
     assert found["v2"].speedup.value == 2.0
-    for item in (report.items[2], report.records[2]):
-        names = (*TIMES, "loss_first", "loss_last", "peak_memory_mb")
-        assert {item[name] for name in names} == {None}
+    names = (*TIMES, "loss_first", "loss_last", "peak_memory_mb")
+    assert {report.items[2][name] for name in names} == {None}
     _, time, memory = charts.draw_rows(list(found.values())).axes
     for axis in (time, memory):
         (words,) = (text.get_text() for text in axis.texts if text.xy[1:] == (2,))

@@ -476,7 +476,6 @@ def test_a_first_step_that_overflows_changes_nothing(graph: bool) -> None:
     [
         (("--batch-size", "51"), "has 50 images"),
         (("--precision", "fp16"), "does not have it"),
-        (("--profile-one-step", "--warmup-iters", "24"), "iteration 25"),
     ],
 )
 def test_flags_that_can_not_be_are_one_line(train, flags, said) -> None:

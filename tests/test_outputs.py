@@ -32,11 +32,11 @@ def commands(here: Path) -> dict[str, list[str | Path]]:
             *("--markdown", here / "out" / "check.md"),
         ],
         "report": [tools / "report_generator.py", "--results", here / "in", *out],
-        "advise": ["-m", "workshop.profilers", "advise", PROFILE, *out],
+        "hot list": ["-m", "workshop.profilers", "show", PROFILE, *out],
     }
 
 
-FAST = ("comparison", "advise")
+FAST = ("comparison", "hot list")
 pytestmark = pytest.mark.parametrize(
     "tool", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in commands(ROOT)]
 )

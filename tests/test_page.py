@@ -484,7 +484,11 @@ def test_a_choice_changes_the_page_offline_on_any_screen(window, selection) -> N
         # By the keyboard alone: the arrows choose, and the choice keeps the focus.
         from selenium.webdriver.common.keys import Keys
 
-        window.find_element("css selector", "#size input:checked").send_keys(Keys.ARROW_RIGHT)
+        def chosen_size() -> Any:
+            return window.find_element("css selector", "#size input:checked")
+
+        until(lambda: chosen_size().is_displayed(), "the choice of a size")
+        chosen_size().send_keys(Keys.ARROW_RIGHT)
         until(lambda: "small: 8 x 128" in text(window, "main")
               and "medium: 16 x 512" not in text(window, "main"), "an arrow")  # fmt: skip
         window.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)

@@ -5,6 +5,7 @@ Nothing is loaded from other machines. Charts are drawn when the browser asks fo
 
 import threading
 import urllib.parse
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -120,8 +121,9 @@ def make_server(results: Results, port: int) -> ThreadingHTTPServer:
             self.send_response(200 if found else 404)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            with suppress(ConnectionError):  # the browser has left the page
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:  # no line for every request
             pass
