@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import stored_runs
-from conftest import HANGS_S
 from exercise_cases import (
     FOLDERS,
     changed,
@@ -21,7 +20,7 @@ from exercise_cases import (
     with_answers,
 )
 
-from workshop.exercises import frame, runner
+from workshop.exercises import frame
 from workshop.exercises.frame import Item
 
 # --- flash_attention -----------------------------------------------------------------------------
@@ -84,22 +83,6 @@ def test_grouped_heads_are_optional(tmp_path) -> None:
     items = checked(FLASH, mine=mine)
     assert not red(items)
     assert "optional: 4 query heads" in shown(items) and "not yet: AssertionError" in shown(items)
-
-
-# --- rocm_tools_intro ----------------------------------------------------------------------------
-
-ROCM = "rocm_tools_intro"
-
-
-def test_on_a_gpu_without_chosen_counters_they_are_not_compared(monkeypatch, tmp_path) -> None:
-    tool = tmp_path / "rocm_agent_enumerator"
-    tool.write_text("#!/bin/sh\necho gfx1100\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    answers = with_answers(ROCM, tmp_path, counter_runs=0)
-    outcome = runner.run(FOLDERS[ROCM], answers=answers, limit_s=HANGS_S)
-    assert outcome.passed, red(outcome.items)
-    assert "not compared" in shown(outcome.items)
 
 
 # --- fusion_analysis -----------------------------------------------------------------------------
