@@ -24,6 +24,7 @@ from labs.data_pipeline import (
     measure_pipeline,
     measure_rung,
     peers,
+    reference,
     rungs,
 )
 from labs.data_pipeline.formats import FORMATS, PACKED, Folder
@@ -368,6 +369,16 @@ def test_steps_that_the_loss_scale_leaves_out(made, plain, monkeypatch) -> None:
     ready.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
     found = judged(ready, plain)
     assert found.failures == ["15 of 15 steps moved no weight"]
+
+
+def test_a_plain_step_that_overflows_at_its_scale_takes_a_smaller_one(plain) -> None:
+    """The fast path's did not, by other roundings."""
+    batches = [(0, range(BATCH))] * 2
+    one, other = (
+        reference.train(plain.asked, plain.images, batches, [(scale, True)] * 2)
+        for scale in (1.0, 2.0**140)
+    )
+    assert other.losses.isfinite().all() and torch.allclose(one.losses, other.losses, rtol=1e-4)
 
 
 def test_the_order_and_the_crops_follow_from_seed_and_epoch() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from labs.data_pipeline import reference
 from labs.data_pipeline.reference import Asked, Images, Trained
+from workshop import results
 from workshop.errors import OutOfMemory
 from workshop.judge import turn
 from workshop.judge.pipe import Closed, Message
@@ -158,8 +159,10 @@ class Check(turn.Check):
             batch_size=self._asked.batch_size,
             reference="PNG files by PIL and a plain loop in fp32",
             measures={
-                name: {"error": error if math.isfinite(error) else None, "allowed": allowed}
-                for name, (error, allowed) in ((name, measures[name]) for name in shown)
+                name: dict(
+                    zip(("error", "allowed"), results.finite([*measures[name]]), strict=True)
+                )
+                for name in shown
             },
         )
 

@@ -128,7 +128,8 @@ def train(
 
     Args:
         scales: of each step's loss, and whether the step moves the weights: fp16's scale starts
-            high, and a step that overflows moves nothing.
+            high, and a step that overflows moves nothing. One that overflows here, by other
+            roundings, and is to move the weights takes a smaller scale.
     """
     model = network(asked, images.classes)
     first = {name: weight.detach().clone() for name, weight in model.named_parameters()}
@@ -140,12 +141,18 @@ def train(
         with PRECISIONS[precision].autocast(asked.device.type):
             loss = F.cross_entropy(model(inputs.to(memory_format=layout)), labels)
         losses.append(loss.detach())
-        optimizer.zero_grad()
-        (loss * scale).backward()
-        for weight in model.parameters():
-            assert weight.grad is not None
-            weight.grad /= scale
+        gradients = _gradients(loss, model, scale)
+        while moves and scale > 1 and not all(bool(g.isfinite().all()) for g in gradients):
+            scale /= 2
+            gradients = _gradients(loss, model, scale)
+        for weight, gradient in zip(model.parameters(), gradients, strict=True):
+            weight.grad = gradient
         if moves:
             optimizer.step()
     moved = {name: weight.detach().cpu() - first[name] for name, weight in model.named_parameters()}
     return Trained(torch.stack(losses).float().cpu(), moved)
+
+
+def _gradients(loss: Tensor, model: nn.Module, scale: float) -> list[Tensor]:
+    scaled = torch.autograd.grad(loss * scale, list(model.parameters()), retain_graph=True)
+    return [gradient / scale for gradient in scaled]
