@@ -66,6 +66,32 @@ def test_a_machine_is_ready_or_says_what_to_fix(room) -> None:
 
 
 @pytest.mark.parametrize(
+    ("outcome", "kernels", "why"),
+    [
+        ((0, "", ""), 3, ""),
+        ((0, "", ""), 2, "2 kernels in its output"),
+        ((1, "", "error: run_ncu.sh: ncu failed with exit status 9"), 0, "ncu failed with exit"),
+        ((77, "", "skipped: no right to read counters"), 0, "no right to read counters"),
+        ((None, "", "no answer within 400 s"), 0, "no answer within 400 s"),
+    ],
+)
+def test_a_profiler_has_to_record_a_step(room, outcome, kernels, why, monkeypatch) -> None:
+    def run(command: list[str]) -> tuple[int | None, str, str]:
+        if command[0] != "bash":
+            return original(command)
+        out = Path(command[command.index("--output-dir") + 1])
+        out.mkdir()
+        (out / "kernels.json").write_text(json.dumps({"kernels": kernels * [{}]}))
+        return outcome
+
+    original = check_machine._run
+    monkeypatch.setattr(check_machine, "_run", run)
+    machine = room({}, test_profiling_tools=[row("ncu", purpose="NVIDIA: counters")])
+    assert machine.profilers == ([] if why else ["ncu"])
+    assert [why in sentence for sentence in machine.attention] == ([True] if why else [])
+
+
+@pytest.mark.parametrize(
     ("outcome", "expected"),
     [
         ((0, "", "a warning"), ("pass", "")),

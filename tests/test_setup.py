@@ -523,6 +523,26 @@ def test_wrong_arithmetic_is_a_finding_and_a_missing_triton_is_none(tmp_path) ->
 
 
 @pytest.mark.skipif(not no_rocm(), reason="this machine has ROCm")
+def test_bf16_that_hangs_with_one_library_gets_the_other(monkeypatch) -> None:
+    module = load_script("test_rocm_installation", monkeypatch)
+
+    def products(hangs: set[str]) -> tuple[str, str, str]:
+        def probe(function, timeout, environment):
+            if environment.get("TORCH_BLAS_PREFER_HIPBLASLT", "1") in hangs:
+                return {"problem": f"no answer within {timeout} s"}
+            return {"longest_ms": 0.25}
+
+        monkeypatch.setattr(module, "probe", probe)
+        row = module.bf16_row()
+        return row.found, row.version, row.remedy
+
+    assert products(set())[:2] == ("yes", "0.25 ms at most")
+    found, version, remedy = products({"1"})
+    assert (found, version) == ("BROKEN", "no answer within 90 s")
+    assert remedy == "export TORCH_BLAS_PREFER_HIPBLASLT=0 (with it: 0.25 ms at most)"
+    assert "another build" in products({"0", "1"})[2]
+
+
 def test_rocm_script_fails_on_half_of_it(tmp_path) -> None:
     (tmp_path / ".info").mkdir()
     (tmp_path / ".info" / "version").write_text("7.2.0-43\n")

@@ -38,12 +38,15 @@ class Row(NamedTuple):
         return self._replace(found=OK if good else otherwise, version=version)
 
 
-def run(command: Sequence[str], timeout: float = 30) -> Tuple[str, str]:
+def run(
+    command: Sequence[str], timeout: float = 30, environment: Mapping[str, str] = {}
+) -> Tuple[str, str]:
     """A command's output, standard error included, and in one line why it failed; "" if it did
-    not."""
+    not. `environment` replaces variables."""
     try:
         done = subprocess.run(
             list(command),
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -66,6 +69,14 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
+def path_without_environment() -> Dict[str, str]:
+    """PATH and PYTHONPATH for a tool that is a Python program with packages of its own, such as
+    rocprof-compute, which refuses those of an environment that is active."""
+    own = str(Path(sys.prefix) / "bin")
+    folders = [f for f in os.environ.get("PATH", "").split(os.pathsep) if f != own]
+    return {"PATH": os.pathsep.join(folders), "PYTHONPATH": "", "VIRTUAL_ENV": ""}
+
+
 def find_program(name: str, also_in: str = "") -> str:
     """The path of a program on PATH, or else in a folder; "" if there is none."""
     return shutil.which(name) or shutil.which(name, path=also_in) or ""
@@ -76,7 +87,7 @@ def tool_row(row: Row, also_in: str = "", argument: str = "--version") -> Row:
     path = find_program(row.what, also_in)
     if not path:
         return row
-    output, problem = run([path, argument])
+    output, problem = run([path, argument], environment=path_without_environment())
     if problem:
         return row.judged(False, problem)._replace(remedy=f"run {path} {argument}")
     # Banners, licences and warnings may surround the version.
@@ -89,11 +100,16 @@ def tool_row(row: Row, also_in: str = "", argument: str = "--version") -> Row:
 # --- Probes: each runs in a process of its own, which a broken PyTorch may end --------------------
 
 
-def probe(function: Callable[..., Facts], *arguments: str) -> Facts:
+def probe(
+    function: Callable[..., Facts],
+    *arguments: str,
+    timeout: float = 300,
+    environment: Mapping[str, str] = {},
+) -> Facts:
     """Runs a probe of the script in a new Python; `problem` says why it gave no facts."""
     script = function.__code__.co_filename
     command = [sys.executable, script, "--probe", function.__name__]
-    output, problem = run([*command, *arguments], 300)
+    output, problem = run([*command, *arguments], timeout, environment)
     try:
         return dict(json.loads(last_line(output)))
     except (ValueError, TypeError):

@@ -10,8 +10,9 @@ import importlib.util
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
-from typing import List
+from typing import List, Tuple
 
 from report_table import MISSING, Facts, Report, Row, find_program, probe, run, start, tool_row
 from test_environment import probe_torch
@@ -20,6 +21,8 @@ KFD = Path("/dev/kfd")
 DRI = Path("/dev/dri")
 ROCM = Path(os.environ.get("ROCM_PATH") or "/opt/rocm")
 SETUP = "setup/environment_setup.sh --build rocm"
+BF16_SECONDS, SLOW_MS = 90, 100
+"""The limit of the products, PyTorch's start included; and a product that searched for a kernel."""
 
 
 def rocm_version(root: Path) -> str:
@@ -90,6 +93,56 @@ def torch_rows(facts: Facts, root: Path) -> List[Row]:
     ]
 
 
+def probe_bf16() -> Facts:
+    """The longest of a transformer's products in bf16, forward and backward, in milliseconds; the
+    first of each shape, in which a library chooses its kernel, is left out."""
+    import time
+
+    import torch
+
+    longest = 0.0
+    x, weight = (torch.randn(n, 1024, device="cuda", dtype=torch.bfloat16) for n in (4096, 3072))
+    for left, right in ((x, weight.t()), (x @ weight.t(), weight), (x.t(), x)):
+        for attempt in range(3):
+            start = time.perf_counter()
+            torch.mm(left, right)
+            torch.cuda.synchronize()
+            if attempt:
+                longest = max(longest, 1e3 * (time.perf_counter() - start))
+    return {"longest_ms": longest}
+
+
+def bf16_row() -> Row:
+    """hipBLASLt of ROCm 7.1 and 7.2 can hang, or search for a kernel in every product; rocBLAS,
+    tried second, does not."""
+    remedy = "no kernel of this GPU's was found: another build of PyTorch"
+    row = Row("bf16 products", "what all trainings do", remedy, needed=True)
+
+    def tried(**environment: str) -> Tuple[bool, str]:
+        facts = probe(probe_bf16, timeout=BF16_SECONDS, environment=environment)
+        longest = facts.get("longest_ms", 0.0)
+        return "problem" not in facts and longest < SLOW_MS, facts.get(
+            "problem", f"{longest:.3g} ms at most"
+        )
+
+    well, found = tried()
+    if not well:
+        without, other = tried(TORCH_BLAS_PREFER_HIPBLASLT="0")
+        if without:
+            row = row._replace(remedy=f"export TORCH_BLAS_PREFER_HIPBLASLT=0 (with it: {other})")
+    return row.judged(well, found)
+
+
+def temporary_row() -> Row:
+    """MIOpen keeps its locks in the temporary folder, in a folder that all users share."""
+    folder = Path(tempfile.gettempdir())
+    row = Row("temporary folder", "MIOpen's locks and databases",
+              "export TMPDIR=/tmp/$USER, and make that folder")  # fmt: skip
+    places = [place for place in (folder, folder / "miopen-lockfiles") if place.exists()]
+    closed = [place for place in places if not os.access(str(place), os.W_OK)]
+    return row.judged(not closed, f"{closed[0]} is another user's" if closed else str(folder))
+
+
 def make(_: argparse.Namespace) -> Report:
     facts = probe(probe_torch) if importlib.util.find_spec("torch") else {}
     folder = str(ROCM / "bin")
@@ -105,6 +158,8 @@ def make(_: argparse.Namespace) -> Report:
         tool_row(Row("rocm-smi", "the same, older", tool), folder),
         tool_row(Row("hipcc", "compiles HIP; not needed to train", tool), folder),
         *torch_rows(facts, ROCM),
+        *([bf16_row()] if facts.get("devices") else []),
+        temporary_row(),
     ]
     of_rocm = facts.get("build", "").startswith("ROCm")
     if of_rocm or ROCM.is_dir() or KFD.exists() or shutil.which("rocminfo"):

@@ -17,6 +17,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -38,11 +39,22 @@ SCRIPTS = ROOT / "setup" / "validation_scripts"
 ENVIRONMENT, ROCM, PROFILERS = "test_environment", "test_rocm_installation", "test_profiling_tools"
 _GATE = ("--config", "tiny", "--batch-size", "1", "--seq-len", "33")
 """A few tokens: V3's kernels may have to be interpreted."""
+_LEAST_KERNELS = 3
 _SECONDS = 400
 """Limit of a check: a kernel's first compilation, on a busy node."""
 PASS, FAIL, SKIPPED, UNTRIED = "pass", "FAIL", "skipped", "untried"
 _BUILDS = {"AMD": "ROCm", "NVIDIA": "CUDA"}
 """PyTorch's build for the GPUs of a maker, whose name begins a profiler's purpose."""
+RUNNERS = {
+    "rocprofv3": "rocprofv3",
+    "rocprof-sys-run": "rocprof_sys",
+    "rocprof-compute": "rocprof_compute",
+    "ncu": "ncu",
+    "nsys": "nsys",
+}
+"""The scripts of the profilers, by the program that each needs."""
+_SMALL = ("--config", "tiny", "--batch-size", "1", "--seq-len", "33", "--num-layers", "1")
+"""The program that each profiler is tried on."""
 HEADER = ("machine", "", "device", "PyTorch", "gate", "profilers", "checked (UTC)")
 Rows = list[dict[str, Any]]
 """Rows of a validation script: what, found, version, purpose, remedy and needed of each thing."""
@@ -78,8 +90,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m workshop.classroom.check_machine",
         description="Checks that this machine is ready for the workshop: the three validation "
-        "scripts, torch.compile, and the gate of every version on a small model. Takes a minute "
-        "or two. Or shows the table of all machines, in Markdown.",
+        "scripts, torch.compile, the gate of every version on a small model, and each profiler on "
+        "one step. Takes a minute or two, with AMD's profilers five. Or shows the table of all "
+        "machines, in Markdown.",
         epilog="Exit status: 0 ready (with --collect: all machines are), 1 something needs "
         "attention, 2 wrong usage.",
     )
@@ -149,6 +162,12 @@ def examine(name: str) -> Machine:
         versions[key], why = gate(key)
         if versions[key] != PASS:
             (absent if versions[key] == SKIPPED else attention).append(f"{key}: {why}")
+    profilers = [row["what"] for row in rows[PROFILERS] if row["found"] == "yes"]
+    for program in [name for name in profilers if name in RUNNERS]:
+        print(f"checking {program} on one step ...", file=sys.stderr, flush=True)
+        if why := profile_fails(RUNNERS[program]):
+            attention.append(f"{program}: {why}")
+            profilers.remove(program)
     describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     status, commit, _ = _run(describe)
     return Machine(
@@ -159,7 +178,7 @@ def examine(name: str) -> Machine:
         torch=torch["version"] or "missing",
         device=found.get("device", {}).get("version") or "unknown",
         versions=versions,
-        profilers=[row["what"] for row in rows[PROFILERS] if row["found"] == "yes"],
+        profilers=profilers,
         attention=list(dict.fromkeys(attention)),
         absent=list(dict.fromkeys(absent)),
     )
@@ -212,6 +231,18 @@ def gate(key: str) -> tuple[str, str]:
     *_, last = output.strip().splitlines() or [problem.removeprefix("error: ")]
     skipped = status == errors.NOT_ON_THIS_MACHINE
     return SKIPPED if skipped else FAIL, last.strip() or f"ended with status {status}"
+
+
+def profile_fails(tool: str) -> str:
+    """Has a profiler record one step, and its output read back; why that fails, or empty."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = VERSIONS["v1"].path.parent / f"run_{tool}.sh"
+        command = ["bash", str(script), "--class", "--output-dir", f"{folder}/out"]
+        status, _, problem = _run([*command, "--", *_SMALL])
+        if status != errors.DONE:
+            return problem.removeprefix("error: ").removeprefix("skipped: ") or f"status {status}"
+        kernels = json.loads(Path(folder, "out", "kernels.json").read_text("utf-8"))["kernels"]
+        return "" if len(kernels) >= _LEAST_KERNELS else f"{len(kernels)} kernels in its output"
 
 
 # --- all machines --------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class Outputs:
             if MATRIX.get(precision) in gflops and "HBM" in gbs:
                 tflops = gflops[MATRIX[precision]] / 1e3
                 return Ceiling(tflops, gbs["HBM"], "roofline.csv")
-        device = (run and run.device["name"]) or self.counters.device or ""
+        device = str(run.device["name"]) if run else self.counters.device or ""
         peaks = chips.find_peaks(device)
         if peaks is None or precision not in peaks.tflops:
             raise NotCompared(f"no data sheet of {device or 'this GPU'} is known: not compared")

@@ -35,3 +35,6 @@ fi
 timelines \
   "*.proto" "open it in ui.perfetto.dev" \
   "*.db" "has every thread; for ui.perfetto.dev: rocpd convert -i FILE -f pftrace"
+
+# The database of one run has kernels and calls of the runtime, from version 1.2 on.
+if [[ $MODE == trace ]] && at_least "$TOOL_VERSION" 1.2; then show; fi
