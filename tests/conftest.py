@@ -135,10 +135,11 @@ def type_command() -> Callable[..., subprocess.CompletedProcess[str]]:
         *words: str | Path, folder: Path = ROOT, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable if word == "python" else str(word) for word in words]
+        copy = {"PYTHONPATH": str(folder)} if (folder / "workshop").is_dir() else {}
         return subprocess.run(
             command,
             cwd=folder,
-            env=os.environ | environment,
+            env=os.environ | copy | environment,
             capture_output=True,
             text=True,
             timeout=HANGS_S,

@@ -520,10 +520,11 @@ def test_ctrl_c_or_sigterm_keeps_what_was_completed(how, tmp_path) -> None:
     folder = tmp_path / "out"
     words = tool("--versions", "v1", "v2", "--config", "tiny", "--num-steps", "2")
     words += ["--repeats", "999", "--jobs", "2", "--warmup-steps", "1", "--output-dir", folder]
+    settings = {"FORCE_COLOR": "1", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
     tool_process = subprocess.Popen(
         [sys.executable, *map(str, words[1:])],
         cwd=code,
-        env=os.environ | {"FORCE_COLOR": "1", "TERM": "xterm", "OMP_NUM_THREADS": "1"},
+        env=os.environ | settings | {"PYTHONPATH": str(code)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,

@@ -109,7 +109,7 @@ def test_the_tour_runs_and_shows_what_it_promises(tmp_path) -> None:
                     "v1, a step", "v2, a step", "V1's share of the peak")  # fmt: skip
     for title in ("Distance from V1", "Throughput, time and memory", "The loss of every version"):
         assert f"<p><b>{title}" in text, title
-    assert text.count("<svg") == 4
+    assert text.count("<svg") >= 4  # and speed-ups, where the machine was quiet enough for one
     assert text.count("data:image/png") == 3
     words = " ".join(re.sub(r"\x1b\[[\d;]*m", "", text).split())  # the terminal's colours
     for version in ("v1", "v2"):

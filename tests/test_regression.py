@@ -417,13 +417,13 @@ def test_a_planted_slow_down_is_found_in_real_runs(tmp_path, monkeypatch) -> Non
         code = with_clock(tmp_path / str(clock_ms), clock_ms)
         with pytest.MonkeyPatch.context() as patch:
             use_versions_of(code, patch)
-            common = ("--num-steps", "10", "--baseline", tmp_path / "b.json")
-            return run_tool(*words, *common)
+            return run_tool(*words, "--baseline", tmp_path / "b.json")
 
     # The check refuses another number of threads than its own.
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     save = ("baseline", "save", "--versions", "v1", "--config", "tiny", "--device", "cpu")
-    assert run(20, *save, "--repeats", "3", "--output-dir", tmp_path / "a") == 0
+    few = ("--repeats", "3", "--num-steps", "10")
+    assert run(20, *save, *few, "--output-dir", tmp_path / "a") == 0
     check = ("check", "--repeats", "2", "--output-dir", tmp_path / "b")
     assert run(80, *check, "--junit", tmp_path / "j.xml") == 1
     found = json.loads((tmp_path / "b" / "regression" / "check.json").read_text())["findings"]
