@@ -28,6 +28,8 @@ NAMES = {
         "aten::_scaled_mm",
         "mkldnn::_linear_pointwise",
         "aten::convolution_backward",
+        "miopenSp3AsmConv_v30_3_1_gfx9_fp16_dot2_edc_f2x3_stride1",
+        "naive_conv_nonpacked_wrw_nchw_half_double_half",
     ),
     "attention": (
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x64_4x1x1_cga1",

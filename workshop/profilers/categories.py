@@ -79,7 +79,7 @@ _RULES = (
         r"gemm|gemv|nvjet|cutlass|cublas|rocblas|cijk_|xmma|splitk|matmul"
         r"|^aten::_?(?:add|badd|scaled_|grouped_|int_)?b?mm(?![a-z])|^aten::_?(?:add)?mv_?$"
         r"|^bmm_|(?:^aten::|mkldnn_|mkl_|::_)linear(?!_cross)|^aten::einsum"
-        r"|convol|conv(?:_transpose)?[123]d|scudnn|winograd|miopenconv",
+        r"|convol|conv(?:_transpose)?[123]d|scudnn|winograd|miopen(?:sp3asm)?conv|naive_conv",
     ),
     # Before the norms and copies: foreach kernels compute gradients' norms and copy parameters.
     # lerp, addcmul and addcdiv are the steps of an Adam that goes parameter by parameter.

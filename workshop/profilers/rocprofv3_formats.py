@@ -230,6 +230,11 @@ def from_database(
         if database.columns("StringIds"):
             command = nsys.STATS.format(path=shlex.quote(str(path)))
             raise WorkshopError(f"{path}: nsys's database, its own tool reads it first: {command}")
+        if database.columns("compute_kernel"):
+            raise WorkshopError(
+                f"{path}: rocprof-compute's analysis, which ROCm Optiq opens; give the workload "
+                "that it was made from"
+            )
         raise WorkshopError(
             f"{path}: an SQLite database without rocpd's views `kernels` and `regions`; did the "
             "run end early?"

@@ -17,16 +17,32 @@ from workshop.compare import waterfall as falls
 from workshop.compare.rows import Row, build_row, build_rows, ordinary, ratio, size_name, size_of
 from workshop.compare.rows import variant as variant_of
 from workshop.errors import WorkshopError
+from workshop.gate import plausibility
 from workshop.kernels import rows as kernel_rows
 from workshop.labs import LabRun
 from workshop.profilers import advisor, show
 from workshop.profilers.load import load, recorded_run
 from workshop.results import RunResult
-from workshop.run import chips, float8_cost, precision, presets
+from workshop.run import chips, float8_cost, flops, precision, presets
 from workshop.show import comparisons, ladders, page
 from workshop.tables import SAME, fill_last_column, markdown_rows, number
 from workshop.versions import ALL, BASELINE, PEERS, ROOT, VERSIONS
 
+PUBLISHED = [
+    ROOT / "tests" / "fixtures" / f"published_{name}.json" for name in ("mi300a", "tables")
+]
+PUBLISHED_TEXT = """\
+## Published, not ours
+
+No row here was measured by us, and none is compared with ours: other chips, other software,
+another clock. The first three are AMD's, of its TinyTransformer folder (amd/HPCTrainingExamples,
+V2's README of June 2026: MI300A, ROCm 7.2.0, PyTorch 2.9.1, 8 x 128 tokens). The program
+synchronises three times a step and adds up the parts, over 30 steps; its backward pass reaches
+every weight. Not known: losses, spread, partition mode, clocks. The line `small, fp32` above is
+the same model and batch on an H200. The others are the tables of the workshop's main README
+(MI325X; for `medium` no machine is named): those of V3 and V4 come from a backward pass that is
+cut off, as `python -m workshop.gate.plausibility tests/fixtures/published_tables.json` says in
+detail."""
 LADDER_CONFIGS, LADDER_PRECISION = ("small", "medium"), "bf16"
 FP8_CHIPS = ("H200 SXM", "B200", "MI300X")
 HOT_KERNELS = 6
@@ -359,7 +375,23 @@ def performance(recorded: Recorded) -> str:
         parts += ["## The ladder at a glance", f"{glance.title}:", tables.markdown_body(glance)]
     parts += map(_best_kernels, sorted(recorded.folder.glob("*/kernels")))
     parts += map(_drawn_kernels, sorted(recorded.folder.glob("*/kernels_drawn")))
+    parts += [PUBLISHED_TEXT, _published()]
     return "\n\n".join(parts) + "\n"
+
+
+def _published() -> str:
+    """What others have published, each row put through the physics."""
+    lines = []
+    for claim in itertools.chain.from_iterable(map(plausibility.read_claims, PUBLISHED)):
+        assert claim.step_ms and claim.peak_tflops
+        work = flops.step_flops(claim.model, claim.batch_size, claim.seq_len).total
+        rate, wrong = work / claim.step_ms / 1e9, plausibility.check(claim)
+        verdict = f"no: {len(wrong)} contradictions" if wrong else "yes"
+        size = f"{claim.batch_size} x {claim.seq_len}"
+        times = f"{claim.step_ms:.1f} ms", f"{rate:.3g}", f"{rate / claim.peak_tflops:.1%}"
+        lines.append([claim.name, size, *times, verdict])
+    header = ["published row", "tokens", "step", "TFLOP/s", "of peak", "can be true"]
+    return markdown_rows(header, lines, (0, 1, 5))
 
 
 def _best_kernels(folder: Path) -> str:
