@@ -1,6 +1,7 @@
 """The page of all results, as report_generator.py writes it and performance_dashboard.py serves it:
 its numbers are the result files', and no file can break or fool it."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -482,16 +483,21 @@ def test_a_choice_changes_the_page_offline_on_any_screen(window, selection) -> N
         choose(window, "versions", "v2")
         until(lambda: "fused operations" not in text(window, "thead"), "without v2")
         # By the keyboard alone: the arrows choose, and the choice keeps the focus.
+        from selenium.common.exceptions import WebDriverException
         from selenium.webdriver.common.keys import Keys
 
-        def chosen_size() -> Any:
-            return window.find_element("css selector", "#size input:checked")
+        def right(find: Callable[[], Any]) -> bool:
+            """Whether the key was taken: it is not while a new page takes the old one's place."""
+            with contextlib.suppress(WebDriverException):
+                find().send_keys(Keys.ARROW_RIGHT)
+                return True
+            return False
 
-        until(lambda: chosen_size().is_displayed(), "the choice of a size")
-        chosen_size().send_keys(Keys.ARROW_RIGHT)
+        checked = "css selector", "#size input:checked"
+        until(lambda: right(lambda: window.find_element(*checked)), "the choice of a size")
         until(lambda: "small: 8 x 128" in text(window, "main")
               and "medium: 16 x 512" not in text(window, "main"), "an arrow")  # fmt: skip
-        window.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
+        until(lambda: right(lambda: window.switch_to.active_element), "the focus")
         until(lambda: "small: 8 x 128" not in text(window, "main"), "another")
         assert chromium.complaints(window) == []
         assert {url for url in chromium.requested(window) if not url.startswith(address)} == set()

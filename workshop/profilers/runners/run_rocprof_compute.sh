@@ -34,6 +34,8 @@ if [[ $DRY_RUN == no ]]; then
 fi
 find_version "${tool[@]}" 3.10 # 3.2 is ROCm 7.0's, 3.4 is 7.2's, 3.10 is 10.2's
 
+if [[ $CLASS == yes ]] && ! at_least "$TOOL_VERSION" 3.1.1; then MODE=counters; fi # see below
+
 # Its workloads/NAME/<model of the GPU> is made where it runs: newer versions have no option for
 # the place, older ones have another.
 enter "$OUT"
