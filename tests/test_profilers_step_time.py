@@ -12,10 +12,11 @@ from test_profilers_kineto import AUTOGRAD, event, kernel, launch, mark, write
 from test_profilers_loading import operator, wait
 
 from workshop.profilers import __main__ as program
-from workshop.profilers import kernel_file, kineto, step_pictures, step_time
+from workshop.profilers import kernel_file, kineto, step_time
 from workshop.profilers.categories import on_tensor_cores
 from workshop.profilers.load import load
 from workshop.profilers.step_time import COPY, CPU, KERNEL, LOADING, RUNTIME
+from workshop.show import step_pictures
 
 FIXTURES = Path(__file__).parent / "fixtures/profilers/kineto"
 V4 = FIXTURES / "h200_v4_medium_trace.json.gz"

@@ -26,12 +26,13 @@ from workshop.errors import NotOnThisMachine, OutOfMemory, WorkshopError
 from workshop.judge import lab_record
 from workshop.judge.turn import Clock, Shown, Turn
 from workshop.labs import LabRow, LabRun
-from workshop.profilers import advisor, kernel_file, step_pictures, step_time
+from workshop.profilers import advisor, kernel_file, step_time
 from workshop.profilers.load import load
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.step_time import StepTime
 from workshop.run import hardware, memory, startup, trainer
 from workshop.run.precision import set_arithmetic
+from workshop.show import step_pictures
 
 LAB = "data_pipeline"
 SHARED_MEMORY = Path("/dev/shm")

@@ -75,7 +75,8 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _draw(arguments: argparse.Namespace) -> int:
-    from workshop.profilers import picture, step_pictures
+    from workshop.profilers import picture
+    from workshop.show import step_pictures
 
     part = {"step": arguments.step, "start_ms": arguments.start, "end_ms": arguments.end}
     if not arguments.categories:
