@@ -427,6 +427,27 @@ def test_rocprof_compute_does_not_see_the_environment(machine: Machine) -> None:
     assert "docs/amd.md" in refused.stderr
 
 
+ANALYZE_REFUSES = """
+case $1 in
+  --version) echo "rocprofiler-compute version: 3.8.0 (r)" ;;
+  profile) mkdir -p workloads/roofline/MI300X && echo rows >workloads/roofline/MI300X/a.csv ;;
+  analyze) echo "[ERROR] $SAYS"; exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("says", "status"),
+    [("The 'dash==3.4.0' package was not found in the current environment.", 0), ("no data", 1)],
+)
+def test_without_the_text_of_analyze_there_is_a_table(says, status, machine: Machine) -> None:
+    machine.install(rocprof_compute=ANALYZE_REFUSES, **AMD_GPU)
+    done = machine.run("rocprof_compute", "--class", SAYS=says)
+    assert done.returncode == status, done.stderr
+    assert ("left out roofline.txt" in done.stdout) == (status == 0)
+    assert (machine.out / "kernels.json").exists()
+
+
 @pytest.mark.parametrize(
     ("tool", "commands"),
     [("rocprofv3", 1), ("rocprof_sys", 1), ("rocprof_compute", 2), ("nsys", 2), ("ncu", 2)],

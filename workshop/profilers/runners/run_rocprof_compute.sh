@@ -14,6 +14,7 @@ begin "$@"
 need_gpu amd
 need rocprof-compute "it is ROCm's package rocprofiler-compute"
 
+REFUSAL='package was not found\|does not meet version'
 # It is a Python program that demands exact versions of packages of its own, so it must not find
 # .venv's Python. The program that it profiles keeps its Python, and the modules' PYTHONPATH.
 TRAIN[0]=$(command -v "$PYTHON" || printf '%s' "$PYTHON")
@@ -28,7 +29,7 @@ if [[ -n ${ROCPROF_COMPUTE_PYTHON:-} ]]; then
 fi
 note "to type these yourself, deactivate .venv first: rocprof-compute refuses its packages"
 if [[ $DRY_RUN == no ]]; then
-  refusal=$({ "${tool[@]}" --version || true; } 2>&1 | grep -m 1 -e 'package was not found' -e 'does not meet' || true)
+  refusal=$({ "${tool[@]}" --version || true; } 2>&1 | grep -m 1 "$REFUSAL" || true)
   [[ -z $refusal ]] || skip "rocprof-compute refuses its Python (${refusal# }): docs/amd.md, 'Where" \
     "rocprof-compute's packages are', has the way out"
 fi
@@ -40,17 +41,34 @@ if [[ $CLASS == yes ]] && ! at_least "$TOOL_VERSION" 3.1.1; then MODE=counters; 
 # the place, older ones have another.
 enter "$OUT"
 [[ $DRY_RUN == no ]] || note "MODEL is the name of the GPU, which the first run finds out"
+
+# From 3.6 on `analyze` alone needs those packages. Our table does without its text.
+analyze() { # analyze FILE OPTION...
+  announce "$(quoted "${tool[@]}" analyze "${@:2}") >$(quoted "$1")"
+  [[ $DRY_RUN == no ]] || return 0
+  PARTIAL=$1.part
+  if "${tool[@]}" analyze "${@:2}" >"$PARTIAL" 2>&1 9>&-; then
+    mv "$PARTIAL" "$1"
+  elif grep -q "$REFUSAL" "$PARTIAL"; then
+    rm -f "$PARTIAL"
+    note "left out $1: rocprof-compute refuses its Python; docs/amd.md says how to give it one"
+  else
+    rm -f "$PARTIAL"
+    failed_attempt "$1"
+  fi
+}
+
 if wanted counters; then
   run "${tool[@]}" profile --name counters --no-roof -- "${TRAIN[@]}"
-  attempt_to counters.txt "${tool[@]}" analyze --path "$(workload counters)"
+  analyze counters.txt --path "$(workload counters)"
 fi
 
 # `profile` draws the roofline up to 3.5 (ROCm 7.12), `analyze` from 3.6 on: for these data types,
 # which can be chosen from 3.1.1 on (ROCm 6.4.2).
 types=(--roofline-data-type BF16 FP32)
-profile=("${types[@]}") analyze=()
+profile=("${types[@]}") types_of_analyze=()
 if at_least "$TOOL_VERSION" 3.6; then
-  profile=() analyze=("${types[@]}")
+  profile=() types_of_analyze=("${types[@]}")
 fi
 if wanted roofline && ! at_least "$TOOL_VERSION" 3.1.1; then
   [[ $MODE != roofline ]] || skip "roofline: it takes rocprof-compute 3.1.1, of ROCm 6.4.2"
@@ -58,8 +76,7 @@ if wanted roofline && ! at_least "$TOOL_VERSION" 3.1.1; then
 elif wanted roofline; then
   run "${tool[@]}" profile --name roofline --roof-only ${profile[@]+"${profile[@]}"} \
     -- "${TRAIN[@]}"
-  attempt_to roofline.txt "${tool[@]}" analyze --path "$(workload roofline)" \
-    ${analyze[@]+"${analyze[@]}"}
+  analyze roofline.txt --path "$(workload roofline)" ${types_of_analyze[@]+"${types_of_analyze[@]}"}
 fi
 
 # The roofline's own counters are bytes and operations, which the table has too.
