@@ -161,6 +161,11 @@ def choose_index(build: str) -> list[str]:
     try:
         urllib.request.urlopen(f"{index}/torch/", timeout=5).close()
     except (OSError, ValueError):
+        if build == "rocm":
+            stop(
+                f"{index} cannot be reached, and pip's default index has no ROCm build: see 'No "
+                "network' in setup/environment_setup.md, or load your site's PyTorch first"
+            )
         say(
             f"{index} cannot be reached: pip takes PyTorch from its default index, which has the "
             "CUDA build (several GB) unless yours has another one"

@@ -58,7 +58,7 @@ def test_without_a_gpu_the_recorded_outputs_are_compared(results: Path) -> None:
         ("kernels_a_step", 6498, "of all profiled steps together"),
         ("idle_percent", 63.4, "that is the busy share"),
         ("category", "GEMM", "by category"),
-        ("script", "run_rocprofv3.sh", "looks at kernels"),
+        ("script", "run_rocprofv3.sh", "records when each kernel runs"),
         ("launch_us", 12.8, "kernels.json"),
         ("waits", "host", "idle for 37%"),
         ("fastest_gbs", 1535, "the first row's"),

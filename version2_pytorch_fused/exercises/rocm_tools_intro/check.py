@@ -227,8 +227,8 @@ QUESTIONS: tuple[Question[Outputs], ...] = (
     Predicted(
         "predict.percent_of_bandwidth", "predicted: the best kernel's share of the bandwidth", "%",
         lambda outputs: 100 * fastest_gbs(outputs) / outputs.ceiling.gbs,
-        "No kernel reaches the data sheet's number; a long element-wise one comes near. Only fewer "
-        "bytes make such a kernel faster: that is what fusing does.", within=0.15,
+        "No kernel reaches the ceiling; a long element-wise one comes near. Only fewer bytes make "
+        "such a kernel faster: that is what fusing does.", within=0.15,
     ),
     Written("trace.hottest", "the hottest kernel",
             lambda outputs, answer: not_the_hottest(outputs.trace, answer)),
@@ -255,8 +255,10 @@ QUESTIONS: tuple[Question[Outputs], ...] = (
         "it is not the first in the line `by category`",
     ),
     Chosen(
-        "host.script", "AMD's script for the host's threads", SCRIPTS,
-        lambda _: "run_rocprof_sys.sh", "that one looks at kernels: read the first lines of each",
+        "host.script", "AMD's script that can't say when the GPU idles", SCRIPTS,
+        lambda _: "run_rocprof_compute.sh",
+        "that one records when each kernel runs; one of them runs each kernel by itself, again and "
+        "again",
     ),
     Found(
         "host.launch_us", "the host's time for a launch", "µs", launch_us,
