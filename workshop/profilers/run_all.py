@@ -60,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output-dir", type=Path, required=True, metavar="DIR", help="a folder a tool below it")
     add("--steps", type=count, metavar="N", help="steps (default: each script's own)")
     add("--dry-run", action="store_true", help="print every script's commands and run nothing")
+    add("--class", dest="for_class", action="store_true", help="each script's form for a class")
     return parser
 
 
@@ -118,6 +119,8 @@ def _command(outcome: Outcome, arguments: argparse.Namespace, *options: str) -> 
     command = [program, str(arguments.folder / outcome.script)]
     command += ["--output-dir", str(arguments.output_dir / outcome.output)]
     command += ["--steps", str(arguments.steps)] if arguments.steps else []
+    if arguments.for_class and outcome.script.endswith(".sh"):
+        command.append("--class")
     return [*command, *options, "--", *arguments.model_flags]
 
 

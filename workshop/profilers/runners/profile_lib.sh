@@ -432,6 +432,7 @@ run_all() { # run_all SCRIPT...
   options=(--folder "$FOLDER" --output-dir "$OUT")
   [[ -z $STEPS ]] || options+=(--steps "$STEPS")
   [[ $DRY_RUN == no ]] || options+=(--dry-run)
+  [[ $CLASS == no ]] || options+=(--class)
   export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
   exec "$PYTHON" -m workshop.profilers.run_all "${options[@]}" "$@" \
     -- ${FLAGS[@]+"${FLAGS[@]}"}

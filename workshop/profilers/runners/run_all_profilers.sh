@@ -6,6 +6,7 @@
 
 # shellcheck source-path=SCRIPTDIR source=profile_lib.sh
 source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/profile_lib.sh"
+CLASS_FORM="that of each script, 5 minutes on NVIDIA and 15 on AMD"
 begin "$@"
 
 run_all \

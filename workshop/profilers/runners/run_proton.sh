@@ -6,6 +6,7 @@
 
 # shellcheck source-path=SCRIPTDIR source=profile_lib.sh
 source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/profile_lib.sh"
+CLASS_FORM="one step, 1 minute"
 begin "$@"
 need_gpu any
 need_module triton "it comes with PyTorch's builds for GPUs"
