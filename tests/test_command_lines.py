@@ -373,3 +373,13 @@ def command(program: str, *words: str) -> list[str]:
         return [sys.executable, str(ROOT / program), *words]
     name = program.removesuffix(".py").removesuffix("/__main__").replace("/", ".")
     return [sys.executable, "-m", name, *words]
+
+
+def test_a_program_of_another_checkout_is_refused(type_command, tmp_path) -> None:
+    """Its numbers would be this one's."""
+    (tmp_path / "workshop").mkdir()
+    (tmp_path / "workshop" / "versions.py").touch()
+    program = shutil.copy(ROOT / "analysis_tools" / "compare_versions.py", tmp_path)
+    done = type_command("python", program, "--help", PYTHONPATH=str(ROOT))
+    assert done.returncode == errors.WRONG_USAGE
+    assert f"is {tmp_path}'s, but Python finds the workshop in {ROOT}: " in done.stderr

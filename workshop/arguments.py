@@ -15,9 +15,11 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from workshop import errors
+from workshop.versions import ROOT
 
 MOST = 10**6
 O = TypeVar("O")
@@ -143,6 +145,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
     the current folder, and `given or default` would take it for none.
     """
     words = sys.argv[1:] if argv is None else argv
+    if argv is None and (other := _other_checkout()):
+        parser.error(f"{sys.argv[0]} is {other}'s, but Python finds the workshop in {ROOT}: "
+                     "activate that checkout's own environment, or unset PYTHONPATH")  # fmt: skip
     flag = "an argument"
     for word in words:
         if word.startswith("-"):
@@ -159,6 +164,17 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
     if unknown:  # argparse would print it as it is, with what steers a terminal
         parser.error(f"unrecognized arguments: {' '.join(map(errors.printable, unknown))}")
     return arguments
+
+
+def _other_checkout() -> Path | None:
+    """The checkout that the running program lies in, if it is not the one whose package runs: the
+    environment, or PYTHONPATH, of another checkout leads to that one's code."""
+    program = Path(sys.argv[0]).resolve()
+    if program.suffix != ".py" or "site-packages" in program.parts:
+        return None
+    above = (place for place in program.parents if (place / "workshop" / "versions.py").is_file())
+    found = next(above, ROOT)
+    return None if found == ROOT else found
 
 
 def count(text: str, most: int = MOST, least: int = 1) -> int:
