@@ -6,6 +6,7 @@ Programs and flags are found, not listed: a new one is in these tests by itself.
 import argparse
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
