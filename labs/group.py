@@ -206,7 +206,7 @@ def speak_as_one(main: Callable[[], int]) -> int:
         status = main()
     except SystemExit as ended:  # argparse's
         status = ended.code if isinstance(ended.code, int) else errors.ANSWER_IS_NO
-    except BaseException:
+    except Exception:
         traceback.print_exc()
         status = errors.ANSWER_IS_NO
     if status not in (errors.DONE, errors.INTERRUPTED):

@@ -133,7 +133,7 @@ def test_rocprof_syss_outputs(name: str, more: tuple[str, ...], results: Path) -
 
 
 COUNTED = {"FETCH_SIZE": 2, "WRITE_SIZE": 1, "SQ_INSTS_VALU_MFMA_MOPS_BF16": 10}
-"""Of a dispatch of 100 ns: 3 KiB, 30.72 GB/s, and 5,120 operations."""
+"""Counters of a dispatch of 100 ns: 3 KiB, 30.72 GB/s, and 5,120 operations."""
 
 
 def wide(to: Path) -> None:

@@ -70,7 +70,7 @@ ANSWERED = 'time_ms = 8\n[cause]\nfirst = "One"\n'
 
 @pytest.fixture
 def demo(tmp_path) -> Path:
-    """An exercise below a root of its own."""
+    """An exercise below another root."""
     folder = tmp_path / "a é" / "version1_demo" / "exercises" / "demo"
     folder.mkdir(parents=True)
     for name, text in (

@@ -238,7 +238,7 @@ def test_a_wrong_finding_is_red_and_says_where_to_look(inspected) -> None:
 
 def test_ones_own_benchmark_goes_before_the_reference(inspected) -> None:
     def written(sizes: str = "", **ceilings: float | None) -> None:
-        """One's own file: the reference's rows, but for some."""
+        """The participant's file: the reference's rows without some."""
         (path,) = records.files_in(ROOT / "results/reference/nvidia_h200/kernels")
         comparison = records.load(path)
         kept = [run for run in comparison.runs if isinstance(run, LabRun) and sizes in run.subject]

@@ -44,7 +44,7 @@ CALLS = {
         "aten::as_strided": 740,
     },
 }
-"""In a step: as many as were counted on a CPU with PyTorch 2.13, under fewer names."""
+"""Calls in a step, as counted on a CPU with PyTorch 2.13, under fewer names."""
 STEPS = 2
 
 

@@ -327,7 +327,7 @@ def test_the_flop_counter_sees_every_product(model) -> None:
         loss_and_gradients(model)
     work = flops.step_flops(model.config, 2, 17)
     attention = flops.attention_flops(model.config, 2, 17)
-    # The backward pass of attention has seven products, of which the gradients need four.
+    # The backward pass of attention has seven products; the gradients need four of them.
     assert counter.get_total_flops() == pytest.approx(work.total + attention * 3 / 2)
 
 

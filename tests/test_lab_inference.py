@@ -100,7 +100,7 @@ def test_a_true_variant_passes_the_gate_and_is_timed(variant: Variant) -> None:
     assert run.gate.status == "pass", run.gate.failures
     assert len(run.step_ms) == 3 and min(run.step_ms) > 0
     assert run.metrics["top1_agreement"] == 1.0 or variant.precision == "bf16"
-    assert len(set(run.losses[1:])) == 3  # each iteration has images of its own
+    assert len(set(run.losses[1:])) == 3  # each iteration has new images
     weights = sum(p.numel() for p in one.model.parameters()) * variant.dtype.itemsize
     assert run.memory_mb["weights"] == pytest.approx(weights / 1e6, rel=0.02)
 

@@ -61,7 +61,7 @@ def trace(folder: Path, *events: tuple[str, str, float, float, int]) -> Path:
         # Two at once count once; a copy hides too.
         ([("kernel", NCCL, 10, 20, 8), ("kernel", "ncclDevKernel_Generic", 20, 20, 9),
           ("gpu_memcpy", "Memcpy DtoD", 35, 20, 7)], 30, 5),
-        # Without a GPU: gloo's threads, and the host's operators, but for those that wait for it.
+        # Without a GPU: gloo's threads, and the host's operators except those that wait for them.
         ([("user_annotation", "gloo:all_reduce", 20, 40, 5), ("cpu_op", "aten::mm", 10, 30, 1),
           ("cpu_op", "c10d::allreduce_", 40, 20, 1)], 40, 20),
     ],

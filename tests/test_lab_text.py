@@ -510,7 +510,7 @@ def test_what_this_machine_has_not_is_said_in_a_line(refuses, monkeypatch) -> No
     refuses([], 77, "deepspeed is missing", main=lambda argv: lm_gen_ds.main(argv, "deepspeed"))
 
 
-# --- the engines beside each other ---------------------------------------------------------------
+# --- comparison of the engines -------------------------------------------------------------------
 
 
 def test_the_measured_model_says_one_token_after_another(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_without_a_pass_no_times(changes: dict[str, Any], verdict: str, note: st
         assert row.verdict == verdict and row.note == note
         assert list(line.cells[1:7]) == [verdict, "-", "-", "-", "-", "-"]
         assert (line.cells[7] == "-") == row.failed == (verdict == "FAIL")
-        # A baseline without a time is none.
+        # Without its time, a baseline gives no speed-up.
         rows = rows_of(lab_run(**changes), *others, lab_run("faster", 5.0))
         assert rows["faster"].speedup is None and lab_table.speedup_text(rows["fp32"]) == "-"
         notes = lab_table.lab_table(list(rows.values())).notes

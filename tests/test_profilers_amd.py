@@ -298,7 +298,7 @@ def test_which_of_several_runs_gives_the_times(tmp_path: Path) -> None:
 
 
 def test_what_can_be_read_is_read(tmp_path: Path) -> None:
-    """A trace without a valid row gives way to the sums; a database that is none, to the CSV."""
+    """A trace without a valid row gives way to the sums; a file that is no database, to the CSV."""
     bad = dispatch(ADD, 0, -5)
     write_run(
         tmp_path, kernel_trace=(KERNEL_TRACE, [bad]), kernel_stats=(STATS, [SUMS]),
@@ -328,7 +328,7 @@ WRITTEN = {f"{WRREQ}_sum": 10, f"{WRREQ}_64B_sum": 4}
     [
         ({"FETCH_SIZE": 3, "WRITE_SIZE": 1.5}, 4608),
         ({"FetchSize": 3, "WriteSize": 1.5}, 4608),
-        # MI300: 10 requests, of which 2 are short and 3 long.
+        # MI300: 10 requests, 2 short and 3 long ones among them.
         ({f"{RDREQ}_sum": 10, f"{RDREQ}_32B_sum": 2, "TCC_BUBBLE_sum": 3} | WRITTEN, 768 + 448),
         ({RDREQ: 10, f"{RDREQ}_32B": 2, "TCC_BUBBLE": 3, "WRITE_SIZE": 1}, 768 + 1024),
         ({f"{RDREQ}_sum": 10, f"{RDREQ}_32B_sum": 2} | WRITTEN, None),  # how many are long?
@@ -658,7 +658,7 @@ OWN_COUNTERS = (
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_workload_of_databases(tmp_path: Path, beside: bool) -> None:
     """One for each process of each replay; the counters in them, or beside, where an instance of a
-    hardware block has a row of its own."""
+    hardware block has one row."""
     folder = write_workload(tmp_path / "w")
     for replay, counter, values in (
         ("pmc_perf_0", "FETCH_SIZE", (1.0, 2.0)),

@@ -80,7 +80,7 @@ def test_gone_new_slower_faster_by_step() -> None:
     ("before", "after", "kind"),
     [
         (40.0, 42.0, "slower"),
-        (40.0, 41.1, None),  # 2.8% of its own time
+        (40.0, 41.1, None),  # 2.8% of the kernel's time
         (2.0, 2.9, None),  # 0.9% of all kernels'
         (2.0, 3.1, "slower"),
     ],
@@ -93,7 +93,7 @@ def test_noise_is_no_change(before, after, kind) -> None:
 
 
 def operators(**fields: object) -> KernelTable:
-    """`mm` in 12 calls, of which the fastest takes 1 ms, and others that take as long again."""
+    """`mm` in 12 calls, the fastest of 1 ms, and other operators that take the same time in all."""
     mm = Kernel("aten::mm", "GEMM", 12, 60e6, min_ns=1e6, max_ns=9e6)
     rest = Kernel("aten::mul", "elementwise", 20, 60e6, min_ns=1e3, max_ns=9e6)
     changed = dataclasses.replace(mm, **fields)

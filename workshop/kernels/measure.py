@@ -145,7 +145,7 @@ class Turns:
     wrong: int = 0
     """How many of these contradict each other."""
     seed: int = 0
-    """Of the arguments of the turn whose call `index` is compared."""
+    """Seed of the arguments in the turn whose call `index` is compared."""
     index: int = 0
     found: Sketches = field(default_factory=lambda: ({}, 0))
 

@@ -380,7 +380,7 @@ def performance(recorded: Recorded) -> str:
 
 
 def _published() -> str:
-    """What others have published, each row put through the physics."""
+    """Figures that others have published, each row checked for contradictions."""
     lines = []
     for claim in itertools.chain.from_iterable(map(plausibility.read_claims, PUBLISHED)):
         assert claim.step_ms and claim.peak_tflops

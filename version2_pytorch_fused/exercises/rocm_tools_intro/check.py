@@ -36,7 +36,7 @@ LEFT_OUT = {
     "attention": "its two products are functions that DeepSpeed patches",
     "embedding": "a look-up has no operations that any of the three would count",
 }
-"""What DeepSpeed's profiler does not count of a step, and why another answer is wrong."""
+"""Parts of a step, each with the reason why it is not what DeepSpeed leaves out; "" if it is."""
 IDLE_CLEARLY, BUSY_CLEARLY = 30.0, 15.0
 """Percent of idle time; in between, both answers are right."""
 
@@ -134,7 +134,7 @@ def check(work: Work) -> Iterator[Item]:
 
 
 def _read(work: Work) -> Iterator[Item]:
-    """Which outputs the answers are compared with."""
+    """An Item for each part, which names the output that the answers are compared with."""
     outputs = Outputs(work)
     for part in TOOLS:
         folder = outputs.folder(part)

@@ -73,7 +73,7 @@ class Cause:
 
     clause: str
     answer: str
-    """What the metrics say where it does not hold, for `Sight.fill`."""
+    """Sentence on the metrics where the cause does not hold, for `Sight.fill`."""
     holds: Callable[[Sight], bool] = lambda _: False
     """Whether the metrics show it."""
     metrics: tuple[str, ...] = ()
