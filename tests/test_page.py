@@ -460,6 +460,10 @@ def test_a_choice_changes_the_page_offline_on_any_screen(window, selection) -> N
     with served(selection) as address:
         open_page(window, address)
         until(lambda: window.execute_script("return document.querySelector('#first svg')"), "drawn")
+        # A chart of the page shown is asked for while another choice's page is on its way.
+        window.execute_script("""history.replaceState(null, "", "?show=Labs")
+            window.box = document.querySelector("main .later"); box.scrollIntoView()""")
+        until(lambda: window.execute_script("return box.querySelector('svg')"), "the chart")
         choose(window, "precision", "bf16")
         until(lambda: "fp16, NVIDIA" not in text(window, "main"), "bf16")
         assert text(window, "h1") == server.TITLE

@@ -1,6 +1,7 @@
 // The dashboard: draws charts as they come into view, follows the choice, and new results.
 const page = document.getElementById("page");
 let generation = page.dataset.generation, newest = 0;
+let shown = location.search; // the choice of the page shown: a new one may still be on its way
 
 const seen = new IntersectionObserver(entries => {
   for (const entry of entries.filter(entry => entry.isIntersecting)) {
@@ -16,7 +17,7 @@ async function ask(address) {
 }
 
 async function draw(box) {
-  const query = new URLSearchParams(location.search);
+  const query = new URLSearchParams(shown);
   query.set("chart", box.dataset.chart);
   box.innerHTML = await ask("/chart?" + query);
   box.classList.remove("later");
@@ -27,12 +28,13 @@ function watch() {
 }
 
 async function load() {
-  const mine = ++newest, text = await ask(location.href);
+  const mine = ++newest, choice = location.search, text = await ask(location.pathname + choice);
   if (mine !== newest) return;
   const focused = document.activeElement?.id;
   const made = new DOMParser().parseFromString(text, "text/html").getElementById("page");
   generation = made.dataset.generation;
   page.replaceChildren(...made.childNodes);
+  shown = choice;
   if (focused) document.getElementById(focused)?.focus();
   watch();
 }
