@@ -432,9 +432,9 @@ def test_a_comparison_trains_shows_and_writes(mixed) -> None:
     assert re.search(r"│ v1 +│ +pass │ +11/11 │", stdout)
     assert re.search(r"^v1 tiny fp32, run 2 of 2: [\d.]+ ms", stderr, re.MULTILINE)
     for stage in ("gate: ", "warming up ", "audit: "):
-        assert re.search(rf"^v1 tiny fp32: {stage}.* \.\.\.$", stderr, re.MULTILINE)
+        assert re.search(rf"^run \d of 9.*: v1 tiny fp32: {stage}.* \.\.\.$", stderr, re.MULTILINE)
     # Those that prepare at the same time are timed when all are ready.
-    assert -1 < stderr.find("v3 tiny fp32: warming up") < stderr.find("v1 tiny fp32: audit: ")
+    assert -1 < stderr.find("v3 tiny fp32: gate: ") < stderr.find("v1 tiny fp32: audit: ")
     assert (folder / "comparison.png").is_file()
     found = {row["version"]: row for row in json.loads(read(folder, "json"))["rows"]}
     v1 = found["v1"]
@@ -467,7 +467,7 @@ def test_a_red_gate_and_a_crash_cost_their_own_rows(mixed) -> None:
 
 
 @needs_triton
-def test_an_interpreted_version_runs_once_and_briefly(mixed) -> None:
+def test_an_interpreted_version_passes_the_gate_and_times_nothing(mixed) -> None:
     _, stdout, stderr, folder = mixed
     assert "\nv3: in Triton's interpreter on this machine, " in f"\n{stderr}"
     (line,) = (line for line in stderr.splitlines() if line.startswith("v3 tiny fp32, run"))
@@ -475,9 +475,7 @@ def test_an_interpreted_version_runs_once_and_briefly(mixed) -> None:
     assert line.startswith(start)
     runs = records.load_folder(folder, RunResult)
     (v3,) = (run for run in runs if run.version == "v3")
-    assert (v3.warmup_steps, v3.options["num_steps"]) == (1, 1)
-    v1 = next(run for run in runs if run.version == "v1")
-    assert v3.losses[0] == pytest.approx(v1.losses[0], rel=1e-4)  # the same text, the same math
+    assert (v3.step_ms, v3.losses, v3.gate.status) == ([], [], "pass")
     found = {row["version"]: row for row in json.loads(read(folder, "json"))["rows"]}
     assert (found["v3"]["status"], found["v3"]["parity"]) == ("interpreted", "pass")
     assert [found["v3"][name] for name in TIMES] == [None] * len(TIMES)

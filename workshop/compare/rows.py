@@ -34,9 +34,8 @@ class Row:
 
     Only a row whose `status` is "timed" has times. A "failed" one (its gate or audit failed, or it
     ended in an error) has no numbers, nor has a "skipped" one, which this machine can't run; an
-    "interpreted" one has the gradients alone: no times, no losses, as it trains fewer steps, and no
-    memory, which is the interpreter's. `note` says why. `speedup` is V1's median step over this
-    one's in the same session; its interval is None with one process of either.
+    "interpreted" one has the gate's gradients alone. `note` says why. `speedup` is V1's median step
+    over this one's in the same session; its interval is None with one process of either.
     """
 
     version: str
@@ -310,9 +309,9 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
         audit=_audit(runs),
         gate_shape=next(((b, t) for b, t in shapes if b is not None and t is not None), None),
     )
-    timed = [run for run in runs if run.step_ms]
     if _has_failed(row, runs):
         return row
+    timed = [run for run in runs if run.step_ms or run.interpreted]
     if timed[0].gradients is not None:
         for name, value in vars(timed[0].gradients).items():
             setattr(row, name, value)
@@ -321,11 +320,8 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
     cut = f"{interrupted} of {len(timed)} runs interrupted" if interrupted else ""
     if any(run.interpreted for run in timed):
         row.status = "interpreted"
-        row.note = join(
-            f"{NOT_COMPARABLE}: Triton's interpreter ran its kernels, for fewer steps and with "
-            "memory of its own",
-            cut,
-        )
+        how = "Triton's interpreter ran its kernels, in the gate alone"
+        row.note = join(f"{NOT_COMPARABLE}: {how}", cut)
         return row
     row.note = join(cut, _disturbance(timed))
     _fill_memory_and_losses(row, timed)
@@ -344,7 +340,7 @@ def _has_failed(row: Row, runs: list[RunResult]) -> bool:
         row.status, row.note = "failed", f"{check} failed: {failures[0]}{more}"
         return True
     broken = [run for run in runs if run.error]
-    if broken or not any(run.step_ms for run in runs):
+    if broken or not any(run.step_ms or run.interpreted for run in runs):
         skipped = bool(broken) and all(run.status == "skipped" for run in broken)
         row.status = "skipped" if skipped else "failed"
         row.note = (broken[0].error if broken else None) or "no timed step"

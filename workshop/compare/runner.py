@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,9 +34,12 @@ __all__ = ["Asked", "Options", "Planned", "VersionPlan", "alternate", "plan", "r
 UNDER_WAY = " ..."
 """Ends a line about a stage that may take long."""
 SLOW = (
-    "in Triton's interpreter on this machine, which takes one to three minutes: one run of a step "
-    "or two, to check it; its time is not compared"
+    "in Triton's interpreter on this machine, which takes about a minute: the gate checks it, and "
+    "no time is compared"
 )
+MOST_AGAIN = 2
+"""The number of runs of a comparison that are measured again because other programs disturbed
+them. On a machine that is never quiet each would be."""
 Say = Callable[[str], object]
 Hear = Callable[[VersionPlan, str], object]
 """Takes a line that the process of a plan has printed."""
@@ -75,7 +79,7 @@ def check(asked: Asked) -> tuple[torch.device, list[str], list[str]]:
     limits = (("num_steps", 10**6), ("warmup_steps", 10**6), ("repeats", 1000), ("jobs", 1000))
     for name, most in limits:
         value = getattr(asked, name)
-        if not 1 <= value <= most:
+        if value is not None and not 1 <= value <= most:
             bound = "at least 1" if value < 1 else f"at most {most:,}"
             raise WorkshopError(f"{flag(name)} {value}: it must be {bound}")
     device = hardware.get_device(asked.device)
@@ -108,7 +112,7 @@ def run_plans(planned: Planned, asked: Asked, session: str) -> tuple[list[RunRes
     them.
 
     A version that failed at a size is not run there again. A run that other programs disturbed is
-    measured again once, and both are kept.
+    measured again once, up to MOST_AGAIN of them, and both are kept.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -118,26 +122,52 @@ def run_plans(planned: Planned, asked: Asked, session: str) -> tuple[list[RunRes
     for line in planned.skipped:
         say(line)
     missing = _announce(planned.keys, asked, say)
-    count = TextColumn("{task.completed}/{task.total}")
+    where = TextColumn("{task.fields[where]}")
     what = TextColumn("{task.description}", markup=False)  # lines as the child printed them
-    columns = (BarColumn(20), count, TimeElapsedColumn(), what)
-    interrupted = False
+    columns = (BarColumn(20), where, TimeElapsedColumn(), what)
+    interrupted, pace = False, _Pace(planned)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=planned.total)
+        task = progress.add_task("", total=planned.total, where=pace.where())
 
         def hear(plan: VersionPlan, line: str) -> None:
             progress.update(task, description=f"{plan.label}: {line[:70]}")
             if line.endswith(UNDER_WAY) and not console.is_terminal:
-                say(f"{plan.label}: {line}")
+                say(f"{pace.where()}: {plan.label}: {line}")
 
         try:
             with contextlib.closing(_Comparison(session, asked, missing, say, hear)) as under_way:
                 for batch in _batches(planned.plans, asked.jobs):
-                    under_way.run(batch)
-                    progress.advance(task, len(batch))
+                    pace.add(batch, *under_way.run(batch))
+                    progress.update(task, advance=len(batch), where=pace.where())
         except KeyboardInterrupt:
             interrupted = True
     return load_session(asked.output_dir, session), interrupted
+
+
+class _Pace:
+    """Says which run is under way, and how long the rest takes if each is like those before it."""
+
+    def __init__(self, planned: Planned) -> None:
+        known = isinstance(planned.plans, Sequence)
+        self._labels = [plan.label for plan in planned.plans] if known else []
+        self._total, self._done, self._seconds = planned.total, 0, 0.0
+        self._again: dict[str, float] = {}
+        """Seconds of another run, by label."""
+
+    def add(self, batch: Sequence[VersionPlan], seconds: float, once: float) -> None:
+        """Takes the time of runs, and the part of it that later ones of the same label lack."""
+        self._done += len(batch)
+        self._seconds += seconds
+        self._again |= dict.fromkeys((p.label for p in batch), (seconds - once) / len(batch))
+
+    def where(self) -> str:
+        number = f"run {min(self._done + 1, self._total)} of {self._total}"
+        if not self._done or self._done == self._total:
+            return number
+        left = self._labels[self._done :] or [""] * (self._total - self._done)
+        mean = self._seconds / self._done
+        minutes = sum(self._again.get(label, mean) for label in left) / 60
+        return f"{number}, about {max(1, round(minutes))} min left"
 
 
 def _batches(plans: Iterable[VersionPlan], jobs: int) -> Iterator[list[VersionPlan]]:
@@ -184,6 +214,9 @@ class _Comparison:
         """By size and precision; no more than one has a process."""
         self._waiting: list[VersionProcess] = []
         """Those whose reference, V1's own run, comes later in their repeat."""
+        self._measured_again = 0
+        self._once_s = 0.0
+        """What references and gates took, which later runs don't need."""
         self._gates: dict[str, results.Parity] = {}
         """Verdicts of runs that are measured again in the place of the first time."""
         self._path = records.path_in(asked.output_dir, name)
@@ -193,8 +226,13 @@ class _Comparison:
         for references in self._references.values():
             references.stop()
 
-    def run(self, batch: list[VersionPlan]) -> None:
-        """Runs plans that prepare at the same time; once more those that were disturbed."""
+    def run(self, batch: list[VersionPlan]) -> tuple[float, float]:
+        """Runs plans that prepare at the same time; once more those that were disturbed.
+
+        Returns:
+            The seconds it took, and those of them that went into references and gates.
+        """
+        start, self._once_s = time.monotonic(), 0.0
         for plan in batch:
             reason = plan.skipped or self.missing.get(plan.version)
             if reason and plan.label not in self.failed:
@@ -203,18 +241,23 @@ class _Comparison:
                 self._save(plan, result)
                 if plan.skipped:
                     self.say(f"{plan.label}: {reason}")
-        disturbed = self._time([plan for plan in batch if plan.label not in self.failed])
-        self._time([dataclasses.replace(plan, again=True) for plan in disturbed])
+        again = self._time([plan for plan in batch if plan.label not in self.failed])
+        self._time([dataclasses.replace(plan, again=True) for plan in again])
+        return time.monotonic() - start, self._once_s
 
     def _time(self, batch: list[VersionPlan]) -> list[VersionPlan]:
-        """Runs and times the plans; those that other programs disturbed."""
+        """Runs and times the plans; those to measure again."""
         started = (one for plan in batch if (one := self._start(plan, len(batch) - 1)))
         with in_parallel(started) as candidates:
             for one in candidates:
                 one.measure()
                 self._finish(one)
-        disturbed = [one.plan for one in candidates if one.result.disturbed or self._doubts(one)]
-        return [plan for plan in disturbed if plan.label not in self.failed]
+                self._once_s += one.gate_s
+        disturbed = [one for one in candidates if one.result.disturbed and not self._doubts(one)]
+        disturbed = disturbed[: MOST_AGAIN - self._measured_again]
+        self._measured_again += len(disturbed)
+        again = [one for one in candidates if one in disturbed or self._doubts(one)]
+        return [one.plan for one in again if one.plan.label not in self.failed]
 
     @staticmethod
     def _doubts(one: VersionProcess) -> bool:
@@ -227,17 +270,20 @@ class _Comparison:
         result = record(plan, self.asked, self.name, beside)
         if plan.again:
             result.gate = self._gates.pop(plan.label, result.gate)
+        start_s = time.monotonic()
         try:
             references = self._references_of(plan, result)
-            if plan.interpreted:
-                made = Round(references.draw(1, warmup=1))
-            else:
-                made = references.round(plan.repeat, plan.again, self.asked.num_steps)
+            steps = plan.schedule(self.asked).timed
+            made = Round(torch.empty(0))
+            if steps:
+                made = references.round(plan.repeat, plan.again, steps)
         except WorkshopError as error:
             result.status, result.error = "failed", str(error)
             self._save(plan, result)
             self._tell(plan, result.error)
             return None
+        finally:
+            self._once_s += time.monotonic() - start_s
         if self.device.type == "cuda":  # its memory is the candidate's
             references.release()
         environment = self._environment(plan.interpreted, beside)

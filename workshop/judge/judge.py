@@ -8,13 +8,17 @@ import copy
 import dataclasses
 import math
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
+
+from torch import Tensor
 
 from workshop import results, versions
 from workshop.errors import WorkshopError, printable
 from workshop.gate import audit, parity, plausibility
 from workshop.gate.audit import Course
+from workshop.gate.canonical import is_gradient
 from workshop.judge import wire
 from workshop.judge.pipe import Closed
 from workshop.judge.plans import LEARNING_RATE, Asked, VersionPlan
@@ -56,6 +60,8 @@ class VersionProcess(Candidate):
         """Its timed run, to be compared."""
         self.wrong_times: list[str] = []
         """In sentences."""
+        self.gate_s = 0.0
+        """The seconds that its gate took."""
         command = [sys.executable, str(versions.get_version(plan.version).path), *plan.flags()]
         command += ["--device", asked.device, "--data", asked.data]
         command += ["--seed", str(asked.seed), "--compile", str(result.options["compile"])]
@@ -78,8 +84,10 @@ class VersionProcess(Candidate):
             seq_len=setting.seq_len,
         )
         if self.plan.repeat == 0 and not self.plan.again:
+            start = time.monotonic()
             self._gate()
-        if self.result.status == "complete":
+            self.gate_s = time.monotonic() - start
+        if self.result.status == "complete" and not self.plan.interpreted:
             self._warm_up()
 
     def _gate(self) -> None:
@@ -105,6 +113,7 @@ class VersionProcess(Candidate):
                 found = wire.to_outcome(answer)
                 with wire.expected():  # of which tensors may be missing
                     parity.add(report, where, found, *references.gate_answers[shape, part])
+                self.result.gradients = reach(references.facts["sizes"], found.gradients)
             if not report.passed:
                 self.result.status = "gate failed"
                 break
@@ -132,7 +141,7 @@ class VersionProcess(Candidate):
             return
         self._process.resume()
         try:
-            if self.result.status == "complete":
+            if self.result.status == "complete" and not self.plan.interpreted:
                 self._measure()
             self._process.end()
         except Closed as closed:
@@ -151,9 +160,8 @@ class VersionProcess(Candidate):
         course = wire.to_course(self._process.answer("course"))
         self.course = dataclasses.replace(course, fingerprint=fingerprint)
         self._take(self._process.answer("details").values)
-        if not result.interpreted:  # whose times are of the interpreter, and not compared
-            waited_ms = (waited or 0.0) * 1e3
-            self.wrong_times = settle_times(self.result, seconds * 1e3, schedule.timed, waited_ms)
+        waited_ms = (waited or 0.0) * 1e3
+        self.wrong_times = settle_times(self.result, seconds * 1e3, schedule.timed, waited_ms)
 
     def _take(self, details: dict[str, Any]) -> None:
         """Fills the record with the details that a candidate tells, if they make sense."""
@@ -167,9 +175,7 @@ class VersionProcess(Candidate):
             result.memory_mb = {str(k): float(v) for k, v in memory.items()}
             result.memory_mb["source"] = str(details["memory_mb"]["source"])
         result.losses = results.finite(course.losses.tolist())
-        sizes: dict[str, int] = self.references.facts["sizes"]
-        reached = [n for n, sketch in course.gradients.items() if n in sizes and sketch.any()]
-        result.gradients = results.Gradients.of(sizes, reached)
+        result.gradients = reach(self.references.facts["sizes"], course.gradients)
         for name in ("peak_tflops", "peak_source"):
             setattr(result, name, self.references.facts[name])
         self.result = wire.sensible(wire.to_record(RunResult, dataclasses.asdict(result)))
@@ -189,7 +195,7 @@ class VersionProcess(Candidate):
     def awaits_reference(self) -> bool:
         """Whether V1's run on its batches is yet to come."""
         missing = self.course is not None and self.references.reference(self.round) is None
-        return missing and not self.is_reference and not self.plan.interpreted
+        return missing and not self.is_reference
 
     def judge(self) -> None:
         """Compares the timed run with V1's, and its times with what is possible."""
@@ -197,10 +203,10 @@ class VersionProcess(Candidate):
         if self.course is None:
             return
         setting = self.references.setting
-        reference = None if self.plan.interpreted else self.references.reference(self.round)
+        reference = self.references.reference(self.round)
         if reference is not None:
             result.audit = audit.judge(self.course, reference, setting)
-        elif not self.plan.interpreted:
+        else:
             result.audit = results.Audit(why=self.round.why)
         result.plausibility = plausibility.check(plausibility.claim(result))
         if wrong := [*self.wrong_times, *self._impossible()]:
@@ -211,7 +217,7 @@ class VersionProcess(Candidate):
 
     def _impossible(self) -> list[str]:
         result = self.result
-        if result.interpreted or not result.peak_tflops:
+        if not result.peak_tflops:
             return []
         sizes = results.model_sizes(result.config), result.batch_size, result.seq_len
         rate = flops.step_tflops(*sizes, timing.median(result.step_ms))
@@ -228,7 +234,7 @@ class VersionProcess(Candidate):
             return f"skipped: {result.error}" if result.status == "skipped" else result.error
         if result.status == "gate failed":
             return "\n  ".join([f"gate: {self._summary}", *result.gate.failures])
-        if result.interpreted:
+        if self.plan.interpreted:
             return f"{interpreter.NOT_COMPARABLE}; gate: {self._summary}"
         line = f"{timing.median(result.step_ms):.2f} ms a step; {self.verdict()}"
         return f"{line}; {results.DISTURBED}" if result.disturbed else line
@@ -239,6 +245,11 @@ class VersionProcess(Candidate):
         later = found.status == "not run" and self.awaits_reference
         summary = "when V1 has trained these batches" if later else audit.summary(found)
         return "\n  ".join([f"audit: {summary}", *found.failures])
+
+
+def reach(sizes: Mapping[str, int], gradients: Mapping[str, Tensor | None]) -> results.Gradients:
+    """The tensors that a backward pass reached, by their gradients or sketches of them."""
+    return results.Gradients.of(sizes, [n for n in sizes if is_gradient(gradients.get(n))])
 
 
 def is_v1(plan: VersionPlan, result: RunResult) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from workshop import results, versions
 from workshop.arguments import option, seed_number
-from workshop.request import PHASES, USUAL, begun, execution
+from workshop.request import ON_A_CPU, USUAL, begun, execution
 from workshop.results import RunResult
 from workshop.run import hardware, presets, trainer
 from workshop.run.precision import LADDER
@@ -36,7 +36,9 @@ class Asked:
         ["auto"],
         metavar="P",
     )
-    num_steps: int = option("timed steps a run", USUAL.timed)
+    num_steps: int | None = option(
+        f"timed steps a run (default {USUAL.timed}, on a CPU {ON_A_CPU.timed})", None
+    )
     warmup_steps: int = option("steps before them", USUAL.warmup)
     repeats: int = option("processes a version", REPEATS)
     jobs: int = option("processes that prepare at the same time; each is timed alone", 1)
@@ -59,7 +61,7 @@ class VersionPlan:
     repeat: int = 0
     kind: results.Kind = "run"
     interpreted: bool = False
-    """Triton's interpreter runs it: one process, which times a single step."""
+    """Triton's interpreter runs it: one process, which passes the gate and times nothing."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Differences from the preset: `batch_size`, `seq_len` or fields of TinyLlamaConfig."""
     options: Options = field(default_factory=dict)
@@ -108,11 +110,12 @@ class VersionPlan:
         return words
 
     def schedule(self, asked: Asked) -> trainer.Schedule:
-        """Its steps: of an interpreted run two, as its gate has shown what it can show."""
+        """Its steps: of an interpreted run none, as its gate has shown what it can show."""
         if self.interpreted:
-            return trainer.Schedule(1, 1, 0)
-        timed = asked.num_steps
-        return trainer.Schedule(asked.warmup_steps, timed, min(PHASES, timed))
+            return trainer.Schedule(0, 0, 0)
+        usual = USUAL if hardware.get_device(asked.device).type == "cuda" else ON_A_CPU
+        timed = asked.num_steps or usual.timed
+        return trainer.Schedule(asked.warmup_steps, timed, min(usual.phases, timed))
 
 
 def flag(name: str) -> str:
