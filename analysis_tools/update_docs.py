@@ -97,7 +97,7 @@ def parts(recorded: Recorded) -> Iterator[tuple[Path, str, Fill]]:
             yield readme, "ideas", functools.partial(documents.ideas, recorded, key)
     runs = recorded.lab_runs
     texts = {
-        ROOT / "README.md": {"text": generation.sample(REFERENCE)},
+        generation.README: {"text": generation.sample(REFERENCE)},
         ROOT / "exercises" / "README.md": {"exercises": sheet.index(sheets, ROOT / "exercises")},
         ROOT / "exercises" / "instructor_guide.md": {"steps": documents.steps(recorded.collection)},
     }

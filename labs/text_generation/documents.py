@@ -1,5 +1,5 @@
-"""The figures in the lab's README and the text at the end of the workshop's, from result files:
-`make docs` writes those of results/reference/ between their markers."""
+"""The figures and the text in the lab's README, from result files: `make docs` writes those of
+results/reference/ between their markers."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
