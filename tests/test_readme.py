@@ -1,4 +1,4 @@
-"""The documents: their CPU commands run as printed, but for fewer steps on fewer tokens, and their
+"""The documents: their CPU commands run as printed, except for fewer steps and tokens, and their
 figures are the result files'."""
 
 import os

@@ -149,7 +149,7 @@ def _item(item: Item) -> list[RenderableType]:
 
 def _indented(line: str, style: str = "") -> RenderableType:
     line = printable(line)
-    if _TYPED.match(line):  # to be copied: a line of its own, however long
+    if _TYPED.match(line):  # to be copied: a separate line, however long
         return Text(f"    {line}", style=style, no_wrap=True, overflow="ignore")
     return Padding(Text(line, style=style), (0, 0, 0, 4), expand=False)
 
