@@ -94,7 +94,6 @@ def parts(recorded: Recorded) -> Iterator[tuple[Path, str, Fill]]:
             yield readme, "ideas", functools.partial(documents.ideas, recorded, key)
     runs = recorded.lab_runs
     texts = {
-        generation.README: {"text": generation.sample(REFERENCE)},
         ROOT / "exercises" / "README.md": {"exercises": sheet.index(sheets, ROOT / "exercises")},
         ROOT / "exercises" / "instructor_guide.md": {"steps": documents.steps(recorded.collection)},
     }
