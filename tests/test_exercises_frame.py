@@ -114,7 +114,7 @@ def test_from_the_first_check_to_the_last(typed, demo) -> None:
     assert status == 1 and "0 of 3 green" in text
     assert "not written yet: mine.py, line 2, in double" in text
     assert "not answered yet: time_ms" in text and "not answered yet: cause.first" in text
-    assert "demo 15 min 0 of 3 A demo Next: demo, 15 minutes" in typed()[1]
+    assert "demo 15 min 0 green A demo Next: demo, 15 minutes" in typed()[1]
     write(demo)
     status, text = typed("check", "demo")
     assert status == 0 and "Passed: 3 of 3 green" in text

@@ -84,7 +84,7 @@ def _table(sheets: Sequence[Sheet], progress: Progress) -> Table:
         drawn.add_row(session, minutes, "", f"{passed} of {len(its)} passed", style="bold")
         for one in its:
             state = progress[one.name]
-            green = f"{state.green} of {state.items}" if state.checks else ""
+            green = f"{state.green} green" if state.checks else ""
             drawn.add_row(
                 f"  {one.name}",
                 f"{one.minutes} min",

@@ -19,6 +19,7 @@ PLACES = ("version*_*/exercises", "labs/*/exercises")
 SESSION_MINUTES = {1: 45, 2: 60, 3: 60, 4: 45}
 TAKE_HOME, LAB = 5, 6
 """The numbers of what comes after the sessions, and of a lab, which has its own hours."""
+SESSIONS = (*SESSION_MINUTES, TAKE_HOME, LAB)
 _NAMES = {TAKE_HOME: "take home", LAB: "lab"}
 _HEADINGS = {TAKE_HOME: "To take home", LAB: "The labs"}
 ORDER = (
@@ -66,7 +67,11 @@ class Sheet:
 
     @property
     def when(self) -> str:
-        return _NAMES.get(self.session, f"session {self.session}")
+        return session_name(self.session)
+
+
+def session_name(number: int) -> str:
+    return _NAMES.get(number, f"session {number}")
 
 
 def read(folder: Path) -> Sheet:
