@@ -161,7 +161,7 @@ def check(options: Check) -> int:
 
 
 def _load(folder: Path, keys: list[str] | None = None) -> list[RunResult]:
-    """The folder's runs of some versions, or all, but for those of waterfalls and sweeps beside
+    """The folder's runs of some versions, or all, except those of waterfalls and sweeps beside
     comparisons of versions. Raises WorkshopError where one of the versions has no run."""
     runs = rows.preferred(records.load_folder(folder, RunResult))
     known = sorted({run.version for run in runs})

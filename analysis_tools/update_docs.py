@@ -31,7 +31,7 @@ from workshop.show.documents import Recorded
 from workshop.versions import BASELINE, ROOT, VERSIONS
 
 REFERENCE = ROOT / "results" / "reference"
-WORTH, FP8 = ROOT / "docs" / "what_each_idea_is_worth.md", ROOT / "docs" / "fp8.md"
+FP8 = ROOT / "experiments" / "fp8.md"
 Fill = Callable[[str], str]
 """Makes the text between two markers of the one that is there."""
 
@@ -79,9 +79,6 @@ def parts(recorded: Recorded) -> Iterator[tuple[Path, str, Fill]]:
     """Each document, the name of two markers in it, and what makes the text between them."""
     of_results = (
         (ROOT / "README.md", "ladder", documents.ladder),
-        (WORTH, "waterfalls", documents.waterfalls),
-        (WORTH, "sweeps", documents.sweeps),
-        (WORTH, "startup", documents.startup),
         (FP8, "predictions", documents.fp8_predictions),
         (FP8, "float8", documents.fp8_times),
     )
@@ -97,7 +94,6 @@ def parts(recorded: Recorded) -> Iterator[tuple[Path, str, Fill]]:
             yield readme, "ideas", functools.partial(documents.ideas, recorded, key)
     runs = recorded.lab_runs
     texts = {
-        ROOT / "README.md": {"text": generation.sample(REFERENCE)},
         ROOT / "exercises" / "README.md": {"exercises": sheet.index(sheets, ROOT / "exercises")},
         ROOT / "exercises" / "instructor_guide.md": {"steps": documents.steps(recorded.collection)},
     }

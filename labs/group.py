@@ -124,7 +124,7 @@ def launcher(size: int) -> list[str]:
 
 
 def join(group: Group, device: torch.device) -> None:
-    """Connects to the other processes. A process without a launcher is a group of its own. Raises
+    """Connects to the other processes. A process without a launcher is a group of one. Raises
     WorkshopError: there is no connection at the group's address."""
     on_gpu, store = device.type == "cuda", None
     try:

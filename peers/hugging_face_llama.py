@@ -1,6 +1,6 @@
 """A peer: Hugging Face's Llama as its users train it, with torch.compile and the fused AdamW.
 
-Not a version of the ladder: `compare_versions.py --versions v1 v3 v4 hf` measures it beside them,
+Not a version of the ladder: `compare_versions.py --versions v1 v3 v4 hf` measures it with them,
 in the same run, through the same gate and by the same clock. hugging_face_graph.py is the same with
 a graph. It needs the `transformers` package.
 """

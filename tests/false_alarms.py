@@ -21,7 +21,7 @@ PROCESSES = (2, 3, 5)
 H200 = ROOT / "results" / "reference" / "nvidia_h200"
 LEAST_STORED = 2 * max(PROCESSES)
 Draw = Callable[[random.Random, int], tuple[list[float], list[float]]]
-"""The median steps of so many processes of each side, of equal speed."""
+"""The median steps of `processes` processes of each side, of equal speed."""
 
 
 def share(draw: Draw, processes: int, trials: int) -> float:
@@ -72,7 +72,7 @@ def recorded(*keys: str) -> list[list[float]]:
 
 
 def mean_share(pools: Sequence[Sequence[float]], processes: int, trials: int) -> float:
-    """Over recorded versions and sizes, with so many trials of all together."""
+    """Over recorded versions and sizes, with this number of trials in all."""
     return statistics.fmean(share(stored(p), processes, trials // len(pools)) for p in pools)
 
 

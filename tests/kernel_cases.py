@@ -152,7 +152,7 @@ def attention_cases() -> Iterator[Case]:
         return x
 
     # The weight of a key beyond T would be exp(0 - a large negative number). What the first numbers
-    # of k give to dq cancels, but for the rounding of a score of -160.
+    # of k give to dq cancels, except for the rounding of a score of -160.
     yield Case(
         *("flash_attention", "low scores"),
         lambda: (low(+30, 2), low(-30, 1), heads(1, 1, 70, 32)),
@@ -260,7 +260,7 @@ KERNELS_OF = {"triton_qkv_attention": "triton_attention", "triton_attention": "t
 
 
 def with_fault(module: str, old: str, new: str, folder: Path) -> ModuleType:
-    """The module with one line changed, its operators in a namespace of their own. A line that it
+    """The module with one line changed, its operators in a separate namespace. A line that it
     does not have is that of the module whose kernels it takes."""
     text = Path(MODULES[module].__file__).read_text(encoding="utf-8")
     name = f"fault_{module}_{abs(hash((old, new)))}"

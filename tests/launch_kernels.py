@@ -1,6 +1,6 @@
 """Launches every kernel of V3 once, on small odd shapes: what compute-sanitizer looks at.
 
-One case of each kind and dtype, forward and backward. Run by test_gpu.py, in a process of its own
+One case of each kind and dtype, forward and backward. Run by test_gpu.py, in a separate process
 and without PyTorch's caching allocator, in whose large blocks a stray access would not be seen.
 """
 

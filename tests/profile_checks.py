@@ -67,7 +67,7 @@ class Reading(NamedTuple):
 
 
 def read_trace(path: Path) -> Reading:
-    """Reads a trace in a process of its own."""
+    """Reads a trace in a separate process."""
     if not Path("/proc/self/status").is_file():
         pytest.skip("no /proc, which has a process's peak of memory")
     done = subprocess.run(

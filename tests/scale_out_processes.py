@@ -385,7 +385,7 @@ def train_until_killed(words: list[str], log: str) -> int:
 
 
 def send_wrong(words: list[str], wrong: str) -> int:
-    """Measures the collectives with a message each, of which one leaves out what rank 1 gets."""
+    """Measures the collectives with a message each; one message leaves out what rank 1 gets."""
 
     def leave_out(receive: Tensor, send: Tensor) -> None:
         right(receive, send)
@@ -399,7 +399,7 @@ def send_wrong(words: list[str], wrong: str) -> int:
 
 
 def launch(size: int, program: str, words: list[str]) -> int:
-    """Runs a program in so many processes, or in this one if `size` is 0; the highest status."""
+    """Runs a program in `size` processes, or in this one if that is 0; the highest status."""
     main = {"train.py": train.main, "collectives.py": collectives.main}[Path(program).name]
     if size == 0:
         return main(words)

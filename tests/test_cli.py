@@ -106,7 +106,7 @@ def run(tmp_path, monkeypatch, capsys) -> Callable[..., Finished]:
 
 @pytest.fixture
 def start(tmp_path, type_command) -> Callable[..., Finished]:
-    """The same in a process of its own."""
+    """The same in a separate process."""
 
     def call(key: str, *words: str, **environment: str) -> Finished:
         typed = command(key, tmp_path / OUT, *words)

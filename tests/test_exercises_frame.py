@@ -114,17 +114,18 @@ def test_from_the_first_check_to_the_last(typed, demo) -> None:
     assert status == 1 and "0 of 3 green" in text
     assert "not written yet: mine.py, line 2, in double" in text
     assert "not answered yet: time_ms" in text and "not answered yet: cause.first" in text
-    assert "0 of 3" in typed("list")[1]
+    assert "demo 15 min 0 green A demo Next: demo, 15 minutes" in typed()[1]
     write(demo)
     status, text = typed("check", "demo")
     assert status == 0 and "Passed: 3 of 3 green" in text
     assert "predicted 8 ms, measured 4 ms: 2 times too high Because." in text
-    assert "1 of 1 passed" in typed("progress")[1] and "passed" in typed("list")[1]
+    status, text = typed("list")
+    assert status == 0 and "1 of 1 passed demo 15 min passed" in text
     for _ in range(2):  # the second time nothing was written since
         status, text = typed("reset", "demo")
         assert status == 0 and (demo / "mine.py").read_text() == STARTER
         assert (demo / "mine.py.old").read_text() == RIGHT
-    assert "0 of 1 passed" in typed("progress")[1]
+    assert "0 of 1 passed" in typed()[1]
 
 
 def test_hints_come_one_by_one(typed) -> None:
@@ -140,7 +141,7 @@ NEEDS_A_GPU = 'def code(work):\n    raise NotOnThisMachine("no GPU")\n    yield\
 @pytest.mark.parametrize(
     ("changes", "words", "status", "message"),
     [
-        ({}, ("check", "dmeo"), 2, "no exercise is called 'dmeo': did you mean demo?"),
+        ({}, ("check", "dmeo"), 2, "no exercise is called 'dmeo'; the nearest: demo"),
         ({"check.py": ("def time(", NEEDS_A_GPU)}, ("check", "demo"), 77, "machine: no GPU"),
         ({"README.md": ("15 minutes", "15 min")}, ("list",), 2, "it should begin with `# Title`"),
     ],

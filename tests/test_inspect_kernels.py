@@ -1,6 +1,6 @@
 """V3's kernels compiled for GPUs that this machine need not have: they compile, fit, do not spill.
 
-Each command runs in a process of its own with an empty Triton cache; elsewhere in the tests
+Each command runs in a separate process with an empty Triton cache; elsewhere in the tests
 Triton interprets.
 """
 

@@ -44,11 +44,11 @@ def test_a_variant_passes_the_gate(variant: Variant) -> None:
     one = bench(variant, "resnet18")
     run = infer(one, 8, 3)
     assert run.gate.status == "pass", run.gate.failures
-    assert len(set(run.losses[-8:])) == 8  # each iteration has images of its own
+    assert len(set(run.losses[-8:])) == 8  # each iteration has other images
 
 
 def test_an_exported_network_passes_the_gate(tmp_path: Path, type_command) -> None:
-    """In a process of its own: PyTorch 2.11's loader crashes on the lab's H200, see its README."""
+    """In a separate process: PyTorch 2.11's loader crashes on the lab's H200, see its README."""
     flags = "--network resnet18 --batch-size 6 --iterations 8 --fp16 1 --channels-last --fold-norms"
     done = type_command(
         *("python", PROGRAM, *flags.split(), "--export", "aoti", "--cuda-graph"),

@@ -346,7 +346,7 @@ def test_a_kernel_that_outlasts_all_that_the_host_did_is_left_out(
 
 
 def test_a_truncated_gzip_gives_its_beginning(tmp_path: Path) -> None:
-    """Cut to three quarters: all that can be unpacked, as if it were a file of its own."""
+    """Cut to three quarters: all that can be unpacked, as if it were a whole file."""
     packed = H200.read_bytes()
     packed = packed[: len(packed) * 3 // 4]
     (tmp_path / "cut.json").write_bytes(zlib.decompressobj(wbits=31).decompress(packed))

@@ -51,7 +51,7 @@ def seconds_a_batch(share: float, workers: int) -> float:
 
 
 def record_loop(loader: DataLoader, marked: bool, path: Path) -> list[tuple[float, float, float]]:
-    """Writes the trace of an epoch, of which with `marked` the warm-up is left out; by the clock,
+    """Writes the trace of an epoch; with `marked` the warm-up is left out; by the clock,
     when each of the steps asked for its batch, got it and ended."""
     # One step more than there are batches: as in any loop, the last wait is for none.
     steps = profiler.schedule(wait=0, warmup=WARMUP, active=STEPS + 1) if marked else None
@@ -119,7 +119,7 @@ TWO_STEPS = [
     wait(50, 30),
     mark("ProfilerStep#1", 100, 100),
     wait(100, 60),
-    wait(110, 20),  # of a dataset that has a loader of its own
+    wait(110, 20),  # of a dataset that has another loader
     operator(120, 5),
     operator(165, 10),
     mark("ProfilerStep#2", 200, 100),

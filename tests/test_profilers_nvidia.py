@@ -81,7 +81,7 @@ def test_ncu_raw_page_of_an_h200() -> None:
 
 
 def test_ncu_details_page_agrees_with_the_raw_page() -> None:
-    """The details are rounded to three or four digits, in units of their own: us, Mbyte, Kbyte."""
+    """The details are rounded to three or four digits, in various units: us, Mbyte, Kbyte."""
     raw, details = ncu.read(NCU_RAW), ncu.read(NCU_DETAILS)
     assert {kernel.name for kernel in details.kernels} == {kernel.name for kernel in raw.kernels}
     for exact in raw.kernels:

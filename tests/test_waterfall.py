@@ -85,7 +85,7 @@ def build(rung: Rung) -> nn.Module:
 
 
 def code_path(rung: Rung) -> tuple[str, ...]:
-    """Every operation of a training step with its shapes, but for V1's and V2's marker ranges."""
+    """Every operation of a training step with its shapes, except V1's and V2's marker ranges."""
     model, tokens = build(rung), torch.arange(2 * 5).view(2, 5)
     optimizer = versions.load(rung.version).configure_optimizer(model, 1e-3)
     with Recorder() as recorder:

@@ -1,4 +1,4 @@
-"""V3's operators. Each is a function with autograd; `NAME_reference` beside it is the same, plain.
+"""V3's operators. Each is a function with autograd; `NAME_reference` is the same in plain PyTorch.
 
     triton_rms_norm       rms_norm, add_rms_norm
     triton_rope           apply_rope

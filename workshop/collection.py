@@ -102,7 +102,7 @@ class Broken:
 
 
 _Content = list[Run] | KernelTable | Broken | None
-"""The content of a file; None if it is none of this workshop's."""
+"""The content of a file; None if it is not this workshop's."""
 
 
 class Collection:

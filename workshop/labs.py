@@ -28,7 +28,7 @@ class LabRow:
     speedup: timing.Ratio | None = None
     """Units a second over the baseline's; None without one, and for the baseline."""
     of: str = ""
-    """The part of its subject that the rows beside it don't share, if they have several."""
+    """The part of its subject that other rows of the table don't share, if they have several."""
 
     @property
     def first(self) -> LabRun:

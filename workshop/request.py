@@ -80,7 +80,7 @@ class Request:
 
 @dataclass
 class Flags:
-    """The flags of every version, but for its sizes and its switches."""
+    """The flags of every version, except its sizes and its switches."""
 
     batch_size: int | None = option("sequences a step (default: the preset's)")
     seq_len: int | None = option("tokens of a sequence (default: the preset's)")

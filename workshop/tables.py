@@ -77,7 +77,7 @@ class Table:
     wraps: Collection[int] | None = None
     """The columns that may be wrapped; None for all."""
     continues: bool = False
-    """Whether it belongs to the table before it, and has no heading of its own in Markdown."""
+    """Whether it belongs to the table before it, and has no heading in Markdown."""
 
     def with_column(self, name: str, cells: Iterable[str], **changes: Any) -> "Table":
         """The table with one more column at its right end, without notes."""

@@ -136,7 +136,7 @@ class Plan:
     @staticmethod
     @functools.lru_cache(maxsize=1)
     def draw(images: int, count: int, seed: int, epoch: int, flips: bool) -> "Plan":
-        """`count` out of so many images: each is drawn once before any is drawn again."""
+        """Draws `count` times from `images`: each is drawn once before any is drawn again."""
         generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
         rounds = -(-count // images)
         order = torch.cat([torch.randperm(images, generator=generator) for _ in range(rounds)])

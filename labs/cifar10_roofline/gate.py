@@ -184,7 +184,7 @@ class TrainingCheck(Check):
         torch.cuda.empty_cache()
 
     def _test(self, logits: Tensor, state: State, run: LabRun) -> None:
-        """Compares logits of some test images, of which none was named before all were here."""
+        """Compares logits of some test images, chosen after all logits had arrived."""
         reference, test = self._reference, self._reference.dataset.test
         drawn = self._chance.sample(range(len(test.labels)), min(TESTED, len(test.labels)))
         true = plain = reference.logits(state, test.images[drawn], "fp32")

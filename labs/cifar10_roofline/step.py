@@ -168,7 +168,7 @@ class Training:
         return loss.detach()
 
     def _graphed(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The first steps run eagerly, on a stream of their own as a capture wants it; then the
+        """The first steps run eagerly, on a separate stream, as a capture requires; then the
         step is captured, which runs nothing, and replayed."""
         if self._own_steps < STEPS_BEFORE_CAPTURE:
             torch.cuda.synchronize(self.device)
@@ -255,7 +255,7 @@ def checkpoint(training: Training, **progress: Any) -> dict[str, Any]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint, its tensors to the CPU. Raises WorkshopError: it is none of this program,
+    """Reads a checkpoint, its tensors to the CPU. Raises WorkshopError: it is not this program's,
     or it is truncated."""
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)

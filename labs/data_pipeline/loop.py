@@ -181,7 +181,7 @@ class Resident:
 
 
 class Ahead:
-    """A loader's batches, on the GPU: each is copied by a stream of its own while the step before
+    """A loader's batches, on the GPU: each is copied by another stream while the step before
     it runs. The order goes on into later epochs, which start with batches that are ready."""
 
     def __init__(self, loader: Iterable[Batch], order: Order, device: torch.device) -> None:
@@ -238,7 +238,7 @@ def make_loader(
 
 
 class SmallCNN(nn.Sequential):
-    """Four convolutions and two dense layers, of which logits come: cross_entropy takes the
+    """Four convolutions and two dense layers. It returns logits: cross_entropy takes the
     softmax itself."""
 
     def __init__(self, classes: int) -> None:

@@ -199,7 +199,7 @@ def pack(folder: Path, kind: type[Images]) -> None:
             kind.write(target, source, tracked(range(len(source)), f"packing {kind.key}"))
     except WorkshopError:
         raise
-    except Exception as error:  # lmdb has errors of its own for a disk without room
+    except Exception as error:  # lmdb has its own errors for a full disk
         raise WorkshopError(f"{path} can't be written: {printable(str(error))}") from None
     print(f"{path}: {len(source):,} images")
 

@@ -4,7 +4,7 @@
     python measure_pipeline.py --steps 1-worker n-workers on-device --workers 4 --open-ms 2
     python measure_pipeline.py --steps rates
 
-Each rung changes one thing and runs in processes of its own, which alternate with the others'. It
+Each rung changes one thing and runs in separate processes, which alternate with the others'. It
 gets a throughput only if it trains on the plain loop's images, to the plain loop's losses and
 weights.
 """

@@ -309,7 +309,7 @@ def decode_rate(images: Images) -> float | None:
 
 def worker_rate(images: Source, loop: Loop) -> float:
     """Images a second that one core makes ready for a batch: all that a worker of this loop does,
-    but for the way to the training process."""
+    except the way to the training process."""
     items = Items(images, loop.order, prepare=not loop.settings.on_device)
     size = loop.order.batch_size
     keys = list(itertools.islice(loop.order, size * max(1, 256 // size)))

@@ -38,7 +38,7 @@ from workshop.run.precision import set_arithmetic
 SAME_PIXELS = 8
 """In the first row of each image."""
 MOST_PLACES = 1000
-"""Iterations, or images of a batch if it has more, of which no two have the same images."""
+"""Iterations with different images; with a larger batch, as many as it has images."""
 KEPT_BYTES = 256e6
 """Most logits of the timed iterations that are kept."""
 MOST_TIMES = 3.0

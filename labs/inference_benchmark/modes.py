@@ -74,7 +74,7 @@ class Variant:
 
     @property
     def captures_itself(self) -> bool:
-        """Whether torch.compile captures graphs of its own."""
+        """True if torch.compile captures graphs itself."""
         context = self.compile or {}
         options = context.get("options") or {}
         return context.get("mode") in GRAPH_MODES or bool(options.get("triton.cudagraphs"))
@@ -358,7 +358,7 @@ class ConvolutionRelu(nn.Module):
 
 def fuse_relus(model: nn.Module) -> nn.Module:
     """The network with relu(conv(x)) and relu(conv(x) + y) as one operator each. Grouped
-    convolutions, which have kernels of their own, stay as they are. Raises WorkshopError: torch.fx
+    convolutions, which have other kernels, stay as they are. Raises WorkshopError: torch.fx
     can't trace the network."""
     try:
         graph = fx.symbolic_trace(model)

@@ -82,7 +82,7 @@ class Network:
         return PIXEL_CLASSES if self.segments else CLASSES
 
     def images(self, count: int, seed: int) -> Tensor:
-        """Random images, (count, 3, edge, edge) fp32 on the CPU: each has a colour of its own, so
+        """Random images, (count, 3, edge, edge) fp32 on the CPU: each has another colour, so
         that they do not look alike to a network that averages over them, patches and noise."""
         generator = torch.Generator().manual_seed(seed)
         patches = torch.randn(count, 3, 8, 8, generator=generator).mul_(0.7)

@@ -4,7 +4,7 @@ The gate runs before the clock, on other batches. After the clock has stopped, t
 audit (workshop/gate/audit.py) compares the training itself with V1's on the whole batches: the loss
 of every step, the movement of every weight, and AdamW's first moments, a mean of the last gradients
 (ZeRO releases the gradients in the update). V1 trains in the study's own process, or of a training
-alone in the first one, with a step of its own: in fp32, and for a lower precision also at that one,
+alone in the first one, with a separate step: in fp32, and for a lower precision also at that one,
 whose distance sets the tolerance. In a study's later repeats V1 trains at that precision alone.
 
 V1 needs 16 bytes a parameter, for weights, gradients and moments, and room for one sequence: where

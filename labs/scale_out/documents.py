@@ -83,7 +83,7 @@ def tables_of(rows: Sequence[LabRow]) -> list[Table]:
 
 def summary(device: str, sessions: Iterable[Sequence[LabRow]]) -> Table:
     """The newest row of each training, number of processes and scaling, of one device.
-    A row's one process is that of its own session."""
+    A row's one process is from the same session."""
     newest: dict[tuple[str, str, int, str], Line] = {}
     for rows in sessions:
         for row in rows:

@@ -4,7 +4,7 @@
     python measure.py --config large --trainings v4:ddp v4:fsdp hf:accelerate-fsdp --jobs 2
 
 Weak scaling: each process has the batch that one has alone. Strong: they share that batch. Each run
-is a group of processes of its own, through train.py, its gate and its audit; their order
+is a separate group of processes, through train.py, its gate and its audit; their order
 alternates. The bandwidth of the collectives is measured as well.
 """
 

@@ -361,7 +361,7 @@ class Zero(Strategy):
             safe_set_full_fp32_param(weight, whole["weight"])
             for moment in MOMENTS:
                 safe_set_full_optimizer_state(weight, whole[moment], moment)
-            # The passes read a copy of their own.
+            # The passes read a copy.
             gathered = deepspeed.zero.GatheredParameters
             with gathered([weight], modifier_rank=0) if self.stage == 3 else nullcontext():
                 weight.data.copy_(whole["weight"])

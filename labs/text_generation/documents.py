@@ -1,25 +1,19 @@
-"""The figures in the lab's README and the text at the end of the workshop's, from result files:
-`make docs` writes those of results/reference/ between their markers."""
+"""The figures in the lab's README, from result files: `make docs` writes those of
+results/reference/ between their markers."""
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from labs.text_generation.export import RECORD
 from labs.text_generation.lm_gen import LAB
 from labs.text_generation.measure_engines import compile_s, ladder
-from workshop import labs, results
+from workshop import labs
 from workshop.labs import LabRow, LabRun
 from workshop.show import lab_table
 from workshop.tables import Markdown, escape, number
 
 README = Path(__file__).with_name("README.md")
 COMMAND = "python measure_engines.py --jobs 9"
-TEXT = "tiny_llama.txt.jsonl"
-"""The record that lm_gen.py wrote, in the folder of that of the model's training."""
-LAST = 100
-"""Steps whose mean loss is quoted."""
 _COLUMNS: dict[str, Callable[[LabRow], str]] = {
     "": lambda row: row.first.variant,
     "ms a token": lambda row: number(row.step_ms, ",.3f"),
@@ -50,20 +44,3 @@ def _skipped(rows: Sequence[LabRow]) -> list[str]:
     """Why rows have no time, each reason once."""
     reasons = dict.fromkeys(f"- {row.first.variant}: {row.note}" for row in rows if row.note)
     return ["\n".join(map(escape, reasons))] if reasons else []
-
-
-def sample(reference: Path) -> str:
-    """The text of the trained Tiny-LLaMA, and how it came about."""
-    blocks = []
-    for path in sorted(reference.glob(f"*/{LAB}/{TEXT}")):
-        record = results.read_json(path.with_name(RECORD))
-        line = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
-        losses = record["losses"]
-        blocks.append(
-            f"{record['version'].upper()}, {record['seconds'] / 60:.0f} minutes on "
-            f"{escape(record['device'])}, {len(losses):,} steps, at the end "
-            f"{sum(losses[-LAST:]) / LAST:.2f} nats a byte (commit {record['git_commit'][:7]}); "
-            f"the prompt is the first line, {line['new_tokens']} tokens follow:\n\n"
-            f"```text\n{line['text']}\n```"
-        )
-    return "\n\n".join(blocks)

@@ -27,7 +27,7 @@ from workshop.run.trainer import missing_for_compile
 
 ENGINES = ("hf", "static", "fast", "deepspeed", "vllm")
 VLLM_MEMORY = 0.3
-"""vLLM's share of the GPU's memory; Hugging Face's model stays beside it for the gate."""
+"""vLLM's share of the GPU's memory; Hugging Face's model stays in memory, too, for the gate."""
 OnTokens = Callable[[Tensor], object]
 
 

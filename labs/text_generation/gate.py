@@ -131,7 +131,7 @@ def until_end(tokens: list[int], ends: list[int]) -> list[int]:
 
 
 def _loop(loaded: Loaded, batch: Batch, rows: list[list[int]]) -> list[list[int]]:
-    """The tokens of Hugging Face's loop, as many as the longest of `rows` has."""
+    """The tokens of Hugging Face's loop, up to the length of the longest of `rows`."""
     answer = HuggingFace(loaded.model, loaded).generate(batch.ids, batch.mask, max(map(len, rows)))
     return [until_end(row, loaded.ends) for row in answer.tokens.tolist()]
 

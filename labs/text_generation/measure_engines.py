@@ -3,7 +3,7 @@
     python measure_engines.py
     python measure_engines.py --engines hf fast --batch-sizes 1 --repeats 1
 
-On a GPU it has 1.04 billion weights, on a CPU 3 million. Each run is a process of its own; their
+On a GPU it has 1.04 billion weights, on a CPU 3 million. Each run is a separate process; their
 order alternates. Long prompts, at the largest batch size, show how fast the pass over them is. The
 prompts of a batch have different lengths.
 """

@@ -163,7 +163,7 @@ def _read(folder: Path, settings: dict[str, Any]) -> tuple[Any, Any]:
         raise NotOnThisMachine(f"--model_path {folder} can't be loaded: {line(error)}") from None
     except (torch.OutOfMemoryError, MemoryError):
         raise
-    except Exception as error:  # each format, and each model, has errors of its own
+    except Exception as error:  # each format, and each model, has other errors
         raise WorkshopError(
             f"--model_path {folder} can't be loaded: {line(error)}; is it a complete causal "
             "language model with its tokenizer (with git: `git lfs pull`)?"

@@ -70,7 +70,7 @@ def last_line(text: str) -> str:
 
 
 def path_without_environment() -> Dict[str, str]:
-    """PATH and PYTHONPATH for a tool that is a Python program with packages of its own, such as
+    """PATH and PYTHONPATH for a tool that is a Python program with its own packages, such as
     rocprof-compute, which refuses those of an environment that is active."""
     own = str(Path(sys.prefix) / "bin")
     folders = [f for f in os.environ.get("PATH", "").split(os.pathsep) if f != own]
@@ -97,7 +97,7 @@ def tool_row(row: Row, also_in: str = "", argument: str = "--version") -> Row:
     return row.judged(True, numbers[-1] if numbers else "")
 
 
-# --- Probes: each runs in a process of its own, which a broken PyTorch may end --------------------
+# --- Probes: each runs in a separate process, which a broken PyTorch may end ----------------------
 
 
 def probe(

@@ -30,7 +30,7 @@ PACKAGES = {
 CACHE_BYTES = 2 * 1024**3  # A compiled `large` model with autotuning writes several hundred MB.
 
 
-# --- Probes: each runs in a process of its own ----------------------------------------------------
+# --- Probes: each runs in a separate process ------------------------------------------------------
 
 
 def probe_torch() -> Facts:

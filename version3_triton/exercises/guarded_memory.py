@@ -29,7 +29,7 @@ _NAN_MEANS = (
 
 
 def guarded(values: Tensor) -> Tensor:
-    """The values with their strides, in memory of their own that holds NaN everywhere else."""
+    """The values with their strides, in separate memory that holds NaN everywhere else."""
     memory = values.new_full((_extent(values) + 2 * GUARD,), math.nan)
     return memory.as_strided(values.shape, values.stride(), GUARD).copy_(values)
 
@@ -91,7 +91,7 @@ def _words(places: Tensor, tensor: Tensor, what: str, access: str) -> str:
 
 
 class Output:
-    """A tensor that a kernel must fill, and nothing beside it."""
+    """A tensor that a kernel must fill, without writing outside."""
 
     def __init__(self, like: Tensor) -> None:
         """As `like`, strides included, full of NaN."""
@@ -99,7 +99,7 @@ class Output:
         self.tensor = self._memory.as_strided(like.shape, like.stride(), GUARD).fill_(math.nan)
 
     def compare(self, expected: Tensor, *, what: str, limit: float) -> Item:
-        """Whether the kernel wrote what was expected, and nothing beside it.
+        """Whether the kernel wrote what was expected, and nothing outside.
 
         Args:
             expected, what, limit: as for `first_difference`.

@@ -6,7 +6,7 @@
         a table of all machines whose files are in DIR
 
 One file per machine and no common one: thirty machines may write at once to a disk that they share.
-The checks run in processes of their own, and nothing but Python's own is imported here, so that a
+The checks run in separate processes, and nothing but Python's own is imported here, so that a
 machine whose PyTorch is missing or broken gets its row like any other.
 """
 
@@ -141,7 +141,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def examine(name: str) -> Machine:
-    """Runs all checks on this machine, each in a process of its own, and says on stderr which."""
+    """Runs all checks on this machine, each in a separate process, and says on stderr which."""
     attention: list[str] = []
     rows = {script: _script_rows(script, attention) for script in (ENVIRONMENT, ROCM, PROFILERS)}
     found = {row["what"]: row for row in rows[ENVIRONMENT]}

@@ -67,7 +67,7 @@ def tool(main: Callable[[list[str]], int], *words: object) -> None:
 
 
 def script(path: Path, *words: object) -> None:
-    """Runs a Python file in a process of its own, and prints what it prints.
+    """Runs a Python file in a separate process, and prints what it prints.
 
     Raises:
         WorkshopError: its exit status is not 0.

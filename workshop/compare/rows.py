@@ -287,7 +287,7 @@ def variant(run: RunResult) -> str:
 
 
 def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
-    """One row, but for its share of the peak, which is its session's: `build_rows` fills it in.
+    """One row, except its share of the peak, which is its session's: `build_rows` fills it in.
 
     Args:
         runs: at least one, all of one session and kind.

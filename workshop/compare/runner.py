@@ -187,7 +187,7 @@ def _batches(plans: Iterable[VersionPlan], jobs: int) -> Iterator[list[VersionPl
 
 
 def _announce(keys: Iterable[str], asked: Asked, say: Say) -> dict[str, str]:
-    """Names what each version lacks here. Prints it, and which versions will be interpreted."""
+    """Why each version can't run here. Prints it, and which versions will be interpreted."""
     device, found = hardware.get_device(asked.device), {}
     for key in dict.fromkeys(keys):
         version = versions.get_version(key)

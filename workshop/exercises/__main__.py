@@ -18,7 +18,7 @@ from workshop.versions import ROOT
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m workshop.exercises",
-        description="The workshop's exercises: which there are, whether yours is right, a hint.",
+        description="The workshop's exercises: the list, a check of your answer, a hint.",
         epilog="Exit status: 0 done, and all of a check green; 1 something is red or not answered "
         "yet; 2 wrong usage; 77 this machine does not have what the check needs.",
     )
@@ -29,8 +29,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where your results and your progress are (default: results/)",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("list", help="all exercises, in their order")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    parser.set_defaults(command="list")
+    commands.add_parser(
+        "list", aliases=["progress"], help="all exercises, what you passed, the next one (default)"
+    )
     check = commands.add_parser("check", help="check your answer; at first, begin the exercise")
     check.add_argument(
         "--limit",
@@ -40,10 +43,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="for a slow machine (default %(default)s)",
     )
     hint = commands.add_parser("hint", help="the next hint")
-    commands.add_parser("progress", help="what is passed, and what comes next")
     reset = commands.add_parser("reset", help="start again; what you wrote is kept as *.old")
     for command in (check, hint, reset):
-        command.add_argument("name", metavar="NAME", help="of an exercise, as `list` shows it")
+        command.add_argument("name", metavar="NAME", help="the exercise, as `list` shows it")
     return parser
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from workshop.exercises import runner, sheet
 from workshop.exercises.frame import Item
 from workshop.exercises.progress import Progress
 from workshop.exercises.runner import Outcome
-from workshop.exercises.sheet import README, SESSIONS, Sheet, session_name
+from workshop.exercises.sheet import README, Sheet
 from workshop.versions import ROOT
 
 COMMAND = "python -m workshop.exercises"
@@ -33,15 +34,14 @@ def run(arguments: argparse.Namespace, root: Path) -> int:
         WorkshopError: there is no such exercise.
     """
     progress, sheets = Progress(arguments.results_dir), sheet.read_all(root)
-    if arguments.command == "list":
-        return _show(_table(sheets, progress))
-    if arguments.command == "progress":
-        return _show(_summary(sheets, progress))
+    if arguments.command in ("list", "progress"):
+        return _show(Group(_table(sheets, progress), "", _what_comes_next(sheets, progress)))
     name, known = arguments.name, [one.name for one in sheets]
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-        raise WorkshopError(f"no exercise is called {name!r}: {hint}")
+        near = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0))
+        raise WorkshopError(
+            f"no exercise is called {name!r}; the nearest: {near}; all of them: {COMMAND}"
+        )
     one = sheets[known.index(name)]
     if arguments.command == "hint":
         return _show(_next_hint(one, progress))
@@ -73,39 +73,25 @@ def _show(what: RenderableType) -> int:
 
 
 def _table(sheets: Sequence[Sheet], progress: Progress) -> Table:
-    """All exercises, by session."""
-    drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("session", "exercise", "min", "GPU", "kind", "so far"):
-        drawn.add_column(column, justify="right" if column == "min" else "left", no_wrap=True)
-    before = 0
-    for one in sheets:
-        state = progress[one.name]
-        green = f"{state.green} of {state.items}" if state.checks else ""
-        first = one.session != before
-        if first and before:
-            drawn.add_row()
-        before = one.session
-        drawn.add_row(
-            one.when.removeprefix("session ") if first else "",
-            one.name,
-            str(one.minutes),
-            "better" if one.needs == "better with a GPU" else "",
-            one.kind,
-            Text("passed", style="green") if state.passed else Text(green, style="yellow"),
-        )
-    return drawn
-
-
-def _summary(sheets: Sequence[Sheet], progress: Progress) -> Group:
-    """A line a session, and what comes next."""
-    lines = Table(box=None, pad_edge=False, show_header=False)
-    for number in SESSIONS:
-        its = [one for one in sheets if one.session == number]
+    """All exercises, by session; each session with its minutes, and how many are passed."""
+    drawn = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
+    for justify in ("left", "right", "left"):
+        drawn.add_column(justify=justify, no_wrap=True)
+    for session, group in itertools.groupby(sheets, key=lambda one: one.when):
+        its = list(group)
         passed = sum(progress[one.name].passed is not None for one in its)
-        bar = Text("#" * passed, style="green") + Text("-" * (len(its) - passed), style="dim")
-        if its:
-            lines.add_row(session_name(number), bar, f"{passed} of {len(its)} passed")
-    return Group(lines, "", _what_comes_next(sheets, progress))
+        minutes = f"{sum(one.minutes for one in its)} min"
+        drawn.add_row(session, minutes, "", f"{passed} of {len(its)} passed", style="bold")
+        for one in its:
+            state = progress[one.name]
+            green = f"{state.green} green" if state.checks else ""
+            drawn.add_row(
+                f"  {one.name}",
+                f"{one.minutes} min",
+                Text("passed", style="green") if state.passed else Text(green, style="yellow"),
+                one.title + (" (GPU is better)" if "better" in one.needs else ""),
+            )
+    return drawn
 
 
 def _what_comes_next(sheets: Sequence[Sheet], progress: Progress, behind: str = "") -> Text:
@@ -163,7 +149,7 @@ def _item(item: Item) -> list[RenderableType]:
 
 def _indented(line: str, style: str = "") -> RenderableType:
     line = printable(line)
-    if _TYPED.match(line):  # to be copied: a line of its own, however long
+    if _TYPED.match(line):  # to be copied: a separate line, however long
         return Text(f"    {line}", style=style, no_wrap=True, overflow="ignore")
     return Padding(Text(line, style=style), (0, 0, 0, 4), expand=False)
 

@@ -49,7 +49,7 @@ class Progress:
         return self._states.setdefault(name, State())
 
     def checked(self, name: str, green: int, items: int) -> None:
-        """Notes a check, of which `green` of `items` were green."""
+        """Notes a check in which `green` of `items` were green."""
         state = self[name]
         state.checks, state.green, state.items = state.checks + 1, green, items
         if green == items and state.passed is None:

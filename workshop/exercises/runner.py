@@ -1,4 +1,4 @@
-"""Runs an exercise's check in a process of its own, with limits of time and of a file's size.
+"""Runs an exercise's check in a separate process, with limits of time and of a file's size.
 
 What the process finds it writes to a file, an Item a line: so what it had found is known, too,
 if the participant's code never ends, ends Python, or brings it down.
@@ -44,7 +44,7 @@ class Outcome:
 
     items: list[Item]
     missing: str | None = None
-    """Names what this machine lacks for it; None if nothing."""
+    """Names what is missing here for it; None if nothing."""
     printed: list[str] = dataclasses.field(default_factory=list)
     """The last lines of what the participant's code printed."""
 

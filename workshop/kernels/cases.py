@@ -296,7 +296,7 @@ def pytorch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def flash_attention(B: int, T: int, H: int, K: int, D: int) -> Case:
     """Causal attention of q (B, H, T, D) over k, v (B, K, T, D).
 
-    Forward 2 B H T^2 D FLOPs: two products of 2 B H T^2 D each, of which the causal half is
+    Forward 2 B H T^2 D FLOPs: two products of 2 B H T^2 D each; the causal half is
     needed. Backward 2.5 times that (five products for two), as the FlashAttention papers count.
     """
     forward = 2.0 * B * H * T**2 * D

@@ -2,7 +2,7 @@
 compared with.
 
 The clock: events around the replay of a CUDA graph that holds many calls, so that launches from
-Python are not timed. Each call has arguments of its own, four times as large as the last-level
+Python are not timed. Each call has separate arguments, four times as large as the last-level
 cache together.
 
 The host's clock: from Python's call to its return, forward and backward, without waiting for the
@@ -191,8 +191,8 @@ def _reason(error: Exception, warned: list[str]) -> str:
 
 
 class Program:
-    """One implementation in one phase, ready to be timed. Each of its calls has arguments of its
-    own, so that nothing that an earlier call has left serves a later one."""
+    """One implementation in one phase, ready to be timed. Each of its calls has separate
+    arguments, so that nothing that an earlier call has left serves a later one."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ class Options:
     json: Path | None = option("write all numbers to FILE, for programs", metavar="FILE")
 
 
-# --- a target, in a process of its own -----------------------------------------------------------
+# --- a target, in a separate process -------------------------------------------------------------
 
 
 class Answer(NamedTuple):
@@ -104,7 +104,7 @@ def run_specimens(chip: Chip, arithmetic: Precision, config: str, wanted: str) -
 
 
 def specimens(config_name: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """Functions that launch V3's kernels: its own training step, of which two layers launch all
+    """Functions that launch V3's kernels: its own training step, two layers of which launch all
     that more would, and the operators that it does without. Products are computed in `dtype`."""
     size = presets.get_preset(config_name)
     model, ops = versions.load("v3"), importlib.import_module("triton_kernels")
@@ -153,7 +153,7 @@ class CompilerCrashed(WorkshopError):
 
 
 def inspect_all(options: Options) -> list[Answer]:
-    """Every target in a process of its own, up to one for each core at a time.
+    """Every target in a separate process, up to one for each core at a time.
 
     Raises:
         CompilerCrashed: and all other targets' kernels are not shown either.

@@ -62,7 +62,7 @@ class Chip:
 
     @property
     def shared_per_program_kib(self) -> int:
-        """All of the unit's, but for the KiB a program that NVIDIA's system takes for itself."""
+        """All of the unit's, except the KiB a program that NVIDIA's system takes for itself."""
         return self.shared_kib if self.is_amd else self.shared_kib - 1
 
     @property

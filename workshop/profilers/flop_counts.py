@@ -213,7 +213,7 @@ def write(record: dict[str, Any], folder: Path, command: str) -> int:
 
 
 def report(record: dict[str, Any]) -> Table:
-    """The counts beside each other; the notes say why they differ, and the MFU."""
+    """The counts, side by side; the notes say why they differ, and the MFU."""
     counts, title = record["counts"], "FLOP of one training step"
     lines = [Line([name, *_cells(counted, counts[ANALYTIC])]) for name, counted in counts.items()]
     header = ["counter", "forward", "backward", "of analytic"]

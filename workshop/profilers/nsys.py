@@ -49,7 +49,7 @@ def read(path: Path) -> KernelTable:
     """The kernels and copies of one profile.
 
     Args:
-        path: a report; those beside it whose names begin alike belong to it. Or a folder, with
+        path: a report; those in its folder whose names begin alike belong to it. Or a folder, with
             the reports of one profile in it or below.
 
     Raises:

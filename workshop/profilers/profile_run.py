@@ -1,7 +1,7 @@
 """Program that profilers look at: a version that trains a few steps, warmed up, with marker ranges.
 
-`tiny_llama_vN.py --profile-steps N` runs `profile` for the profilers that start a program of their
-own accord; run_pytorch_profiler.py calls `prepare` and steps by itself. A lab's program has the
+`tiny_llama_vN.py --profile-steps N` runs `profile` for the profilers that start a program
+themselves; run_pytorch_profiler.py calls `prepare` and steps by itself. A lab's program has the
 same interface: `Watched` and `Plan` are what it must offer.
 """
 
@@ -315,7 +315,7 @@ def runner_arguments(
 def run(plan: Plan[T], arguments: argparse.Namespace, work: Callable[[T], int]) -> int:
     """Prints a runner's command, and unless this is a dry run does its work; the exit status.
 
-    The work finds the output folder empty but for COMMAND_FILE, to which the exit status is added:
+    The work finds the output folder empty except for COMMAND_FILE, which gets the exit status:
     what an earlier run left is deleted, once all is known to be there that this one needs.
 
     Args:

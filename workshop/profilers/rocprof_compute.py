@@ -122,7 +122,7 @@ def _sums(files: list[Path], counters: Counters, problems: Problems) -> Sums:
 
 
 def _add_rows(file: Path, problems: Problems, sums: Sums, counters: Counters) -> None:
-    """A counter has a column of its own, or a row of its own; a dispatch has only those of its
+    """A counter has a separate column, or a separate row; a dispatch has only those of its
     replay, and its times with every one of them."""
     table = CsvTable(file, problems)
     used = list(filter(amd_counters.is_used, table.columns))  # of about a thousand

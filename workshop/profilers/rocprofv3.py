@@ -3,7 +3,7 @@ writes such databases too.
 
 A traced process leaves a set of files, `<prefix>_kernel_trace.csv` and its like or
 `<prefix>_results.db`. By default they lie in a folder with the host's name and the
-prefix is the process's number; the passes of a run under counters get folders of their own. A
+prefix is the process's number; the passes of a run under counters get separate folders. A
 domain without events leaves no file.
 """
 

@@ -1,7 +1,7 @@
 """Runs a program's profilers one after the other, and sums up what came out: a table, index.html
 that links every output, and summary.json. `run_all_profilers.sh` of a version calls it.
 
-Each script runs in a process of its own and prints to a log; after one that fails, or that the
+Each script runs in a separate process and prints to a log; after one that fails, or that the
 machine has no tool for, the others still run.
 """
 

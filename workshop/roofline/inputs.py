@@ -30,7 +30,7 @@ STEP, FORWARD, BACKWARD, ADAMW = "step", "forward", "backward", "AdamW"
 PLAIN_NUMBERS = "numbers"
 """Category of points that were typed."""
 MOST_WITH_PARTS = 4
-"""Runs whose parts are points of their own; of more, only the whole steps."""
+"""The largest number of runs whose parts are separate points; of more, only the whole steps."""
 FORWARD_BYTES, BACKWARD_BYTES = 4, 8
 """A parameter, at the least: the forward pass reads every weight, the backward pass reads it again
 and writes its gradient, in fp32, as this workshop keeps them."""

@@ -58,7 +58,7 @@ def _standard_library() -> Tensor:
 
 def _sources(folder: Path) -> Iterator[Path]:
     """In the order of their paths, and no folder is looked into before its turn: there are many
-    thousand files, of which the first few hundred are enough."""
+    thousand files, and the first few hundred are enough."""
     for entry in sorted(folder.iterdir()):
         if entry.is_dir():
             if entry.name not in _SKIPPED and not entry.is_symlink():

@@ -73,7 +73,7 @@ Formats = tuple[torch.dtype, torch.dtype]
 
 
 def formats(device: torch.device, recipe: str) -> Formats:
-    """The device's for a recipe. MI300 has formats of its own, without a negative zero."""
+    """The device's for a recipe. MI300 has other formats, without a negative zero."""
     if torch.version.hip and device.type == "cuda" and _gfx(device).startswith("gfx94"):
         values, wide = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
     else:

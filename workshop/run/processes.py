@@ -17,7 +17,7 @@ def ended_with_us(process: "subprocess.Popen[Any]") -> Iterator[None]:
     SIGKILL too, which no program can handle.
 
     Args:
-        process: started with `start_new_session`, so that it is the head of a group of its own.
+        process: started with `start_new_session`, so that it is the head of a new group.
     """
     watch = subprocess.Popen(
         ["/bin/sh", "-c", _WATCH, "sh", str(process.pid)],

@@ -463,7 +463,7 @@ def measure_more(runner: Runner, schedule: Schedule, training: Training) -> None
 
 def memory_asked_for(error: BaseException) -> str | None:
     """How much the allocation that failed asked for; None for an error of another kind. A capture
-    that it breaks off ends in an error of its own, behind which it is found."""
+    that it breaks off ends in another error, which has it as its cause."""
     match = re.search(r"tried to allocate ([\d.]+) (\w+)", str(error), re.IGNORECASE)
     if match and match[2] == "bytes":
         return f"{int(match[1]) / 1e9:,.2f} GB"

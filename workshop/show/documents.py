@@ -7,12 +7,11 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from workshop import records, tables
 from workshop.collection import Collection
-from workshop.compare import sweep
 from workshop.compare import waterfall as falls
 from workshop.compare.rows import Row, build_row, build_rows, ordinary, ratio, size_name, size_of
 from workshop.compare.rows import variant as variant_of
@@ -24,7 +23,7 @@ from workshop.profilers import advisor, show
 from workshop.profilers.load import load, recorded_run
 from workshop.results import RunResult
 from workshop.run import chips, float8_cost, flops, precision, presets
-from workshop.show import comparisons, ladders, page
+from workshop.show import ladders, page
 from workshop.tables import SAME, fill_last_column, markdown_rows, number
 from workshop.versions import ALL, BASELINE, PEERS, ROOT, VERSIONS
 
@@ -43,6 +42,18 @@ the same model and batch on an H200. The others are the tables of the workshop's
 (MI325X; for `medium` no machine is named): those of V3 and V4 come from a backward pass that is
 cut off, as `python -m workshop.gate.plausibility tests/fixtures/published_tables.json` says in
 detail."""
+STUDIES_TEXT = """\
+## What each idea is worth
+
+One change at a time (waterfalls), and one size that grows (sweeps);
+[how to read them](docs/what_each_idea_is_worth.md). A picture leads to its table."""
+STARTUP_TEXT = """\
+## The first step
+
+Seconds to compile and capture, and the number of steps after which they are paid back against V1.
+"beside 6 others": six other processes compiled at the same time. At large an earlier
+comparison had filled the compilers' caches: the first use of V3, V4 and hf-graph takes longer
+there. `make report` has the other precisions."""
 LADDER_CONFIGS, LADDER_PRECISION = ("small", "medium"), "bf16"
 FP8_CHIPS = ("H200 SXM", "B200", "MI300X")
 HOT_KERNELS = 6
@@ -211,50 +222,6 @@ def steps(collection: Collection) -> str:
     return markdown_rows(header, lines, range(2))
 
 
-# --- docs/what_each_idea_is_worth.md -------------------------------------------------------------
-
-
-# The other sizes, axes and precisions are in the files beside the pictures.
-
-
-def waterfalls(recorded: Recorded) -> str:
-    found = (one for one in recorded.falls if one.config == LADDER_CONFIGS[-1])
-    return _study(recorded, "waterfall", map(comparisons.waterfall_table, found))
-
-
-def sweeps(recorded: Recorded) -> str:
-    found = [one for axis in sweep.AXES.values() for one in sweep.build(recorded.runs, axis)]
-    return _study(recorded, "sweep*", map(comparisons.sweep_table, found[:1]))
-
-
-def _study(recorded: Recorded, pattern: str, found: Iterable[tables.Table]) -> str:
-    """The pictures that compare_versions.py wrote beside the runs, and tables."""
-    text = tables.markdown(found)
-    pictures = "\n\n".join(
-        f"![{path.parent.name}, {path.stem}](../{path.relative_to(ROOT).as_posix()})"
-        for path in sorted(recorded.folder.rglob(f"{pattern}.png"))
-    )
-    return f"{pictures}\n\n{text}" if text else ""
-
-
-def startup(recorded: Recorded) -> str:
-    """A line for each version and size that is compiled or captured; without rows, nothing."""
-    lines = []
-    compiled = (row for rows in recorded.rows for row in rows if row.startup_s)
-    for row in compiled:
-        if row.precision != LADDER_PRECISION:
-            continue
-        what = f"{row.label}, {row.config}, {row.precision}, {row.device}"
-        cells = [f"{row.setup_s[name]:.1f} s" for name in ("compile", "capture")]
-        if row.prepared_beside:
-            cells[0] += f", beside {row.prepared_beside} other{'s' * (row.prepared_beside > 1)}"
-        # A later process finds the caches filled.
-        cells.append(f"{row.startup_least_s:.1f} s" if row.runs > 1 else "-")
-        lines.append([what, *cells, row.break_even or "-"])
-    header = ["version and size", "compile", "capture", "with filled caches", "break-even"]
-    return markdown_rows(header, lines) if lines else ""
-
-
 # --- the versions' README.md ---------------------------------------------------------------------
 
 
@@ -308,7 +275,7 @@ def _profile(folder: Path) -> str:
     return "\n".join(lines)
 
 
-# --- docs/fp8.md ---------------------------------------------------------------------------------
+# --- experiments/fp8.md --------------------------------------------------------------------------
 
 
 def fp8_predictions(recorded: Recorded) -> str:
@@ -373,10 +340,37 @@ def performance(recorded: Recorded) -> str:
     ]
     if glance := ladders.at_a_glance(reference.groups):
         parts += ["## The ladder at a glance", f"{glance.title}:", tables.markdown_body(glance)]
+    parts += [_studies(recorded.folder), _startup(recorded)]
     parts += map(_best_kernels, sorted(recorded.folder.glob("*/kernels")))
     parts += map(_drawn_kernels, sorted(recorded.folder.glob("*/kernels_drawn")))
     parts += [PUBLISHED_TEXT, _published()]
     return "\n\n".join(parts) + "\n"
+
+
+def _studies(folder: Path) -> str:
+    """The waterfalls' and sweeps' pictures, each a link to its table."""
+    found = [path.relative_to(ROOT) for kind in ("waterfall", "sweep")
+             for path in sorted(folder.rglob(f"{kind}.png"))]  # fmt: skip
+    links = (f"[![{one.parent.name}]({one})]({one.with_suffix('.md')})" for one in found)
+    return "\n\n".join([STUDIES_TEXT, *links])
+
+
+def _startup(recorded: Recorded) -> str:
+    """A line for each version and size that is compiled or captured."""
+    lines = []
+    compiled = (row for rows in recorded.rows for row in rows if row.startup_s)
+    for row in compiled:
+        if row.precision != LADDER_PRECISION:
+            continue
+        what = f"{row.label}, {row.config}, {row.precision}, {row.device}"
+        cells = [f"{row.setup_s[name]:.1f} s" for name in ("compile", "capture")]
+        if row.prepared_beside:
+            cells[0] += f", beside {row.prepared_beside} other{'s' * (row.prepared_beside > 1)}"
+        # A later process finds the caches filled.
+        cells.append(f"{row.startup_least_s:.1f} s" if row.runs > 1 else "-")
+        lines.append([what, *cells, row.break_even or "-"])
+    header = ["version and size", "compile", "capture", "with filled caches", "break-even"]
+    return f"{STARTUP_TEXT}\n\n{markdown_rows(header, lines)}"
 
 
 def _published() -> str:

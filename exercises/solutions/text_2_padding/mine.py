@@ -1,4 +1,4 @@
-"""Continues prompts beside each other with a Hugging Face model, greedily. Each gets the text that
+"""Continues the prompts of a batch with a Hugging Face model, greedily. Each gets the text that
 it gets alone.
 
 Shapes in the comments:

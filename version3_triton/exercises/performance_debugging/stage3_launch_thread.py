@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Stage 3: V3, whose steps are launched by a thread of their own.
+"""Stage 3: V3, whose steps are launched by another thread.
 
 The main thread hands a step over and is free at once: for the next batch, for logging. A GPU's
 queue works in this way already; here it is the same without one.

@@ -1,4 +1,4 @@
-"""Compiles the kernel of a file for chips that need not be here, in processes of its own: the
+"""Compiles the kernel of a file for chips that need not be here, in separate processes: the
 check's own has Triton's interpreter."""
 
 import multiprocessing
@@ -27,7 +27,7 @@ class Compiled:
     kernel: Kernel | None = None
     fault: str = ""
     missing: str = ""
-    """Software that this machine lacks to compile for this chip."""
+    """Software that is missing here to compile for this chip."""
 
 
 Job = tuple[Path, str]

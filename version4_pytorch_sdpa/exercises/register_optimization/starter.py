@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel is cut: what one program computes, and by whom."""
+    """How a kernel is cut: what one program computes, and with how many threads."""
 
     block_m: int
     """Rows of y that a program computes, and columns: powers of two, at least 16."""

@@ -84,7 +84,7 @@ def profile_steps(run: Watched, arguments: argparse.Namespace) -> profile:
         record_shapes=True,  # of every operator's inputs
         profile_memory=True,  # what every operator allocates and frees
         with_stack=stacks,  # the Python functions behind it: slow, so only on request
-        # Or the trace alone has the stacks, as lanes of its own, and no operator has its callers.
+        # Or the trace alone has the stacks, as separate lanes, and no operator has its callers.
         experimental_config=_ExperimentalConfig(verbose=stacks),
     ) as profiler:
         for done in range(1, WAIT + WARMUP + steps + 1):

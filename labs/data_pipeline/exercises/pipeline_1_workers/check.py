@@ -22,12 +22,12 @@ LEAST, MOST = 0.7, 1.5
 
 @dataclass(frozen=True)
 class Measured:
-    """Runs with so many workers, and with twice as many, and the rates of all runs beside them."""
+    """Runs with the answered number of workers and with twice that number, and their rates."""
 
     workers: int
     open_ms: float
     per_s: float
-    """Images a second with so many."""
+    """Images a second with that number."""
     doubled_per_s: float
     worker_per_s: float
     model_per_s: float

@@ -31,7 +31,7 @@ SIZES = {  # width, feed-forward width, layers, heads, tokens of the prompt
     "deep": (64, 256, 32, 4, 32),
     "long": (512, 1024, 8, 8, 4096),
 }
-"""Each head has keys and values of its own."""
+"""Each query head has its keys and values: nothing is shared."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

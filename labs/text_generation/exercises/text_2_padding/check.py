@@ -1,4 +1,4 @@
-"""Prompts beside each other: the texts of mine.py against those that each gets alone."""
+"""Prompts in a batch: the texts of mine.py against those that each gets alone."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from workshop.exercises.frame import Item, Work
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
 
 CASES = (LENGTHS, (24, 1, 2, 1), (5, 6), (8, 8), (7,))
-"""Prompts of so many tokens."""
+"""Lengths of the prompts, in tokens."""
 
 
 def check(work: Work) -> Iterator[Item]:

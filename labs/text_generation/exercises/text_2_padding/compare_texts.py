@@ -1,4 +1,4 @@
-"""Compares the texts that prompts get beside each other, by mine.py, with those they get alone.
+"""Compares the texts that prompts get in a batch, by mine.py, with those they get alone.
 
     python compare_texts.py
     python compare_texts.py --model gpt2 --lengths 9 9 9

@@ -1,4 +1,4 @@
-"""Continues prompts beside each other with a Hugging Face model, greedily. Each should get the text
+"""Continues the prompts of a batch with a Hugging Face model, greedily. Each should get the text
 that it gets alone, and does not.
 
 Shapes in the comments:
