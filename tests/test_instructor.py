@@ -1,8 +1,12 @@
-"""The instructor's guide: the times of its courses add up, and their exercises exist."""
+"""The instructor's guide: the times of its courses add up, and its exercises fit into them."""
 
 import re
+from typing import Any
 
-from workshop.exercises import sheet
+import pytest
+
+from workshop.exercises import frame, sheet
+from workshop.exercises.answers import tomllib
 from workshop.versions import ROOT
 
 GUIDE = ROOT / "exercises" / "instructor_guide.md"
@@ -24,3 +28,24 @@ def test_the_times_of_a_course_add_up() -> None:
             names = re.findall(r"\b[a-z]+_\w+", what.rpartition(":")[2]) if ":" in what else []
             least = sum(minutes[name] for name in names)
             assert not names or least <= int(its)
+
+
+def answering(table: dict[str, Any], minutes: float = 0.75) -> float:
+    """Minutes for the answers of a table: 45 s each, 22 s for a prediction."""
+    return sum(
+        answering(value, 0.37 if key == "predict" else minutes)
+        if isinstance(value, dict)
+        else minutes
+        for key, value in table.items()
+    )
+
+
+@pytest.mark.parametrize("one", sheet.read_all(), ids=lambda one: one.name)
+def test_a_sheet_can_be_read_and_answered_in_its_minutes(one) -> None:
+    text = (one.folder / sheet.README).read_text("utf-8").partition("## Hints")[0]
+    words = re.findall(r"\w[^\s|]*", re.sub(r"(?ms)^ *```.*?^ *```$|\]\([^)]*\)", "", text))
+    least = len(words) / 150
+    for given in (frame.QUESTIONS, frame.DIAGNOSIS):
+        if (one.folder / given).is_file():
+            least += answering(tomllib.loads((one.folder / given).read_text("utf-8")))
+    assert least <= one.minutes

@@ -18,7 +18,7 @@ from workshop.exercises import runner, sheet
 from workshop.exercises.frame import Item
 from workshop.exercises.progress import Progress
 from workshop.exercises.runner import Outcome
-from workshop.exercises.sheet import README, SESSIONS, Sheet, session_name
+from workshop.exercises.sheet import PARTS, README, Sheet
 from workshop.versions import ROOT
 
 COMMAND = "python -m workshop.exercises"
@@ -75,20 +75,20 @@ def _show(what: RenderableType) -> int:
 
 
 def _table(sheets: Sequence[Sheet], progress: Progress) -> Table:
-    """All exercises, by session."""
+    """All exercises, by the course's parts."""
     drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("session", "exercise", "min", "GPU", "kind", "so far"):
+    for column in ("part", "exercise", "min", "GPU", "kind", "so far"):
         drawn.add_column(column, justify="right" if column == "min" else "left", no_wrap=True)
-    before = 0
+    before = ""
     for one in sheets:
         state = progress[one.name]
         green = f"{state.green} of {state.items}" if state.checks else ""
-        first = one.session != before
+        first = one.when != before
         if first and before:
             drawn.add_row()
-        before = one.session
+        before = one.when
         drawn.add_row(
-            one.when.removeprefix("session ") if first else "",
+            one.when if first else "",
             one.name,
             str(one.minutes),
             "better" if one.needs == "better with a GPU" else "",
@@ -99,14 +99,14 @@ def _table(sheets: Sequence[Sheet], progress: Progress) -> Table:
 
 
 def _summary(sheets: Sequence[Sheet], progress: Progress) -> Group:
-    """A line a session, and what comes next."""
+    """A line a part, and what comes next."""
     lines = Table(box=None, pad_edge=False, show_header=False)
-    for number in SESSIONS:
-        its = [one for one in sheets if one.session == number]
+    for part in PARTS:
+        its = [one for one in sheets if one.when == part]
         passed = sum(progress[one.name].passed is not None for one in its)
         bar = Text("#" * passed, style="green") + Text("-" * (len(its) - passed), style="dim")
         if its:
-            lines.add_row(session_name(number), bar, f"{passed} of {len(its)} passed")
+            lines.add_row(part, bar, f"{passed} of {len(its)} passed")
     return Group(lines, "", _what_comes_next(sheets, progress))
 
 
