@@ -56,10 +56,11 @@ def run(arguments: argparse.Namespace, root: Path) -> int:
     with Console(stderr=True).status(f"checking {one.name} ..."):
         outcome = runner.run(one.folder, results=arguments.results_dir, limit_s=arguments.limit)
     off = {item.what for item in outcome.items if item.at_first}
-    _show(_verdict(one, outcome, off - set(progress[one.name].missed)))
+    new = off - set(progress[one.name].missed)
+    progress.miss(one.name, off)
+    _show(_verdict(one, outcome, new))
     if outcome.missing is not None:
         return errors.NOT_ON_THIS_MACHINE
-    progress.miss(one.name, off)
     progress.checked(one.name, sum(item.ok for item in outcome.items), len(outcome.items))
     if not outcome.passed:
         return errors.ANSWER_IS_NO

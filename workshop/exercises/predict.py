@@ -43,7 +43,7 @@ def prediction(
         return Item(True, what, f"{numbers}: a good prediction")
     off = f"{numbers}: {_how_far(predicted, measured)}\n{why}"
     first = f"predicted {_number(predicted, unit)}, is {_which_way(predicted, measured)}"
-    return Item(True, what, off, first)
+    return Item(True, what, off, at_first=first)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class Found(Generic[M]):
                 return Item(False, self.what, f"{shown}: {why}")
         how = _text(self.how, m)
         first = f"{shown}, is {_which_way(yours, right)}\n{how}"
-        return Item(False, self.what, f"{shown}, is {_how_far(yours, right)}\n{how}", first)
+        off = f"{shown}, is {_how_far(yours, right)}\n{how}"
+        return Item(False, self.what, off, at_first=first)
 
     def _near(self, yours: float, number: float) -> bool:
         return abs(yours - number) <= max(self.margin, self.within * abs(number))
