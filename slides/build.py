@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 REFERENCE, OUTPUT = ROOT / "results" / "reference", results.DEFAULT_FOLDER / "slides"
 DECKS = "workshop_overview profiling_methodology optimization_techniques results_analysis".split()
-"""One for each session, as long as that."""
+"""One for each session."""
 
 
 @dataclass

@@ -16,7 +16,6 @@ from workshop.errors import WorkshopError
 from workshop.gate import plausibility
 from workshop.kernels.rows import Row, against_fastest
 from workshop.profilers import advisor, picture, timeline
-from workshop.profilers.table import KernelTable
 from workshop.roofline import ceilings, inputs
 from workshop.roofline.model import COMPUTE, DATA_SHEET, MEMORY
 from workshop.run import timing
@@ -28,7 +27,7 @@ from workshop.versions import ALL, BASELINE, PEERS, ROOT, VERSIONS
 Shown = tuple[Body, Mapping[str, object]]
 BLUE, LIGHT = "#0072B2", "#B8D4E8"
 SMALL, MEDIUM = SIZES
-TORCH_PROFILER, NCU = "torch.profiler", "ncu"
+TORCH_PROFILER = "torch.profiler"
 PUBLISHED = ROOT / "tests" / "fixtures" / "published_tables.json"
 TRACES = ROOT / "tests" / "fixtures" / "profilers" / "kineto"
 MOST_MOVING = 7
@@ -167,12 +166,13 @@ def change(measured: Measured, title: str, size: str = MEDIUM) -> Shown:
     return body, {"size": fall.config, "gain": ratio(timed[at].gain)}
 
 
-def sweep(measured: Measured, axis: str) -> Shown:
-    """The peak memory over a size; V1 against the version that needs least, at V1's largest."""
-    found = sweeps.build([one.run for one in measured.all.runs], sweeps.AXES[axis])
+def sweep(measured: Measured) -> Shown:
+    """The peak memory over a sequence's length; V1 against the version with the least, at V1's
+    longest."""
+    found = sweeps.build([one.run for one in measured.all.runs], sweeps.AXES["seq-len"])
     if not found:
-        command = f"compare_versions.py --sweep {axis} SIZE ... SIZE"
-        raise NotMeasured(f"a sweep over the {sweeps.AXES[axis].words}", command)
+        command = "compare_versions.py --sweep seq-len SIZE ... SIZE"
+        raise NotMeasured(f"a sweep over the {sweeps.AXES['seq-len'].words}", command)
     measured.use_runs([one for one in measured.all.runs if found[0].includes(one.run)])
     series = {
         curve.version: [(p.size, (p.row.peak_memory_mb or 0.0) / 1e3) for p in curve.points]
@@ -184,12 +184,11 @@ def sweep(measured: Measured, axis: str) -> Shown:
     most = series[BASELINE][-1][0]
     at = {key: dict(its)[most] for key, its in series.items() if most in dict(its)}
     least = min(at, key=at.__getitem__)
-    what = {"seq-len": "tokens of a sequence", "batch-size": "sequences of a batch"}[axis]
     upper, look = (
         {name(key): its for key, its in series.items()},
         [ALL[key].colour for key in series],
     )
-    body = Curves(upper, what, "GB at the peak", look)
+    body = Curves(upper, "tokens of a sequence", "GB at the peak", look)
     return body, {"at": most, "v1": at[BASELINE], "low": name(least), "least": at[least]}
 
 
@@ -241,9 +240,9 @@ def spread(measured: Measured) -> Shown:
     return body, words | {"low": ms(medians[0]), "high": ms(medians[-1])}
 
 
-def intervals(measured: Measured, size: str) -> Shown:
-    """The intervals of the speed-ups over V1."""
-    its = measured.ladder(size).versions[1:]
+def intervals(measured: Measured, size: str, version: str) -> Shown:
+    """The interval of a version's speed-up over V1."""
+    its = [row for row in measured.ladder(size).versions if row.version == version]
     found = [
         (row, row.speedup.value, row.speedup.interval)
         for row in its
@@ -275,33 +274,13 @@ def claims(measured: Measured, what: str) -> Shown:
 # --- profiles ------------------------------------------------------------------------------------
 
 
-def profile(measured: Measured, what: str) -> Shown:
-    """A number of each version's kernel table; V1's against the best."""
-    its = measured.profiles(NCU if what == "bytes" else TORCH_PROFILER)
-    tables = {key: one.table for key, one in its.items()}
-    axis, of, best, form = {
-        "launches": (f"{tables[BASELINE].what}s a step", _launches, min, "#,##0"),
-        "busy": ("% of the profiled time", _busy, max, "0"),
-        "bytes": ("GB read and written", _gigabytes, min, ""),
-    }[what]
-    values = {key: of(table) for key, table in tables.items()}
-    if not all(values.values()):
-        raise NotMeasured(axis, "make profile, on a GPU")
-    chosen = best(values, key=values.__getitem__)
-    words = {"v1": values[BASELINE], "best": name(chosen), "value": values[chosen], "axis": axis}
-    return _bars(list(values), list(values.values()), axis, form=form), words
-
-
-def _launches(table: KernelTable) -> float:
-    return table.launches / (table.steps or 1)
-
-
-def _busy(table: KernelTable) -> float:
-    return 100 * table.timeline.busy_ns / table.timeline.span_ns if table.timeline else 0.0
-
-
-def _gigabytes(table: KernelTable) -> float:
-    return sum(kernel.bytes or 0.0 for kernel in table.kernels) / 1e9
+def launches(measured: Measured) -> Shown:
+    """Each version's launches in a step; V1's against the fewest."""
+    tables = {key: one.table for key, one in measured.profiles(TORCH_PROFILER).items()}
+    values = {key: table.launches / (table.steps or 1) for key, table in tables.items()}
+    axis, best = f"{tables[BASELINE].what}s a step", min(values, key=values.__getitem__)
+    words = {"v1": values[BASELINE], "best": name(best), "value": values[best], "axis": axis}
+    return _bars(list(values), list(values.values()), axis, form="#,##0"), words
 
 
 def categories(measured: Measured) -> Shown:

@@ -17,9 +17,10 @@ from exercise_cases import checked, red, solution, with_answers
 from workshop.errors import WorkshopError
 from workshop.exercises import frame, runner, sheet
 from workshop.exercises.__main__ import main
+from workshop.exercises.answers import Answers
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Work
-from workshop.exercises.predict import prediction
+from workshop.exercises.predict import Found, prediction
 from workshop.exercises.progress import FILE, Progress
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,6 +116,11 @@ def test_from_the_first_check_to_the_last(typed, demo) -> None:
     assert "not written yet: mine.py, line 2, in double" in text
     assert "not answered yet: time_ms" in text and "not answered yet: cause.first" in text
     assert "demo 15 min 0 green A demo Next: demo, 15 minutes" in typed()[1]
+    write(demo, answers=ANSWERED.replace("One", "two"))
+    first, second = (typed("check", "demo")[1] for _ in range(2))
+    assert "predicted 8 ms, is too high" in first and "2 times" not in first
+    assert "measured 4 ms: 2 times too high" in second
+    typed("reset", "demo")
     write(demo)
     status, text = typed("check", "demo")
     assert status == 0 and "Passed: 3 of 3 green" in text
@@ -259,6 +265,18 @@ def test_rounding_is_no_difference(yours, right, limit, ok) -> None:
 def test_a_prediction_is_never_red() -> None:
     off = prediction("t", 1, 4, "ms", why="W.")
     assert off.ok and off.why == "predicted 1 ms, measured 4 ms: 4 times too low\nW."
+
+
+@pytest.mark.parametrize(
+    ("yours", "way"),
+    [(1, "far too low"), (3, "too low"), (4.4, "a little too high"), (-1, "too low")],
+)
+def test_the_first_miss_of_a_finding_says_no_ratio(tmp_path, yours, way) -> None:
+    (tmp_path / "my_answers.toml").write_text(f"x = {yours}")
+    item = Found("x", "X", "", lambda _: 4.0, "H.").item(
+        Answers(tmp_path / "my_answers.toml"), None
+    )
+    assert not item.ok and item.at_first == f"yours, {yours}, is {way}\nH."
 
 
 def test_a_prediction_waits_for_the_findings(tmp_path) -> None:

@@ -55,7 +55,10 @@ def run(arguments: argparse.Namespace, root: Path) -> int:
         return errors.ANSWER_IS_NO
     with Console(stderr=True).status(f"checking {one.name} ..."):
         outcome = runner.run(one.folder, results=arguments.results_dir, limit_s=arguments.limit)
-    _show(_verdict(one, outcome))
+    off = {item.what for item in outcome.items if item.at_first}
+    new = off - set(progress[one.name].missed)
+    progress.miss(one.name, off)
+    _show(_verdict(one, outcome, new))
     if outcome.missing is not None:
         return errors.NOT_ON_THIS_MACHINE
     progress.checked(one.name, sum(item.ok for item in outcome.items), len(outcome.items))
@@ -121,11 +124,13 @@ def _begun(one: Sheet, made: Sequence[Path], kept: Sequence[Path] = ()) -> Text:
     return text.append(f"  {COMMAND} check {one.name}", style="bold")
 
 
-def _verdict(one: Sheet, outcome: Outcome) -> Group:
-    """Every Item of a check, and what to do about the red ones."""
+def _verdict(one: Sheet, outcome: Outcome, new: set[str]) -> Group:
+    """Every Item of a check, and what to do about the red ones; `new` are those that are off for
+    the first time."""
     lines: list[RenderableType] = [Text(one.title, style="bold")]
     for item in outcome.items:
-        lines += _item(item)
+        hides = item.what in new and not outcome.passed
+        lines += _item(item, item.at_first if hides else item.why)
     if outcome.printed and not outcome.passed:
         lines.append(Text("Printed meanwhile, at the end:", style="dim"))
         lines += [_indented(line, style="dim") for line in outcome.printed]
@@ -140,11 +145,11 @@ def _verdict(one: Sheet, outcome: Outcome) -> Group:
     return Group(*lines)
 
 
-def _item(item: Item) -> list[RenderableType]:
+def _item(item: Item, why: str) -> list[RenderableType]:
     mark = Text("ok", style="green") if item.ok else Text("no", style="bold red")
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_row(mark, Text(printable(item.what)))
-    return [grid, *(_indented(line) for line in item.why.splitlines())]
+    return [grid, *(_indented(line) for line in why.splitlines())]
 
 
 def _indented(line: str, style: str = "") -> RenderableType:

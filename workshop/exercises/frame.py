@@ -50,6 +50,9 @@ class Item:
     """A short phrase."""
     why: str = ""
     """The finding, where it helps; may have several lines."""
+    at_first: str = ""
+    """The finding without the numbers that would give the answer away: for the first check that
+    finds it."""
 
 
 def judged(right: bool, what: str, otherwise: str) -> Item:

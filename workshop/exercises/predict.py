@@ -2,8 +2,8 @@
 
 A prediction that is off is never red: it says by how much it was off, and why that is instructive.
 It waits for the findings, which the measured value would give away.
-A finding was read or computed from results: where these say otherwise it is red, and says how far
-off it is without giving the right number away.
+A finding was read or computed from results: where these say otherwise it is red. The first check
+that finds either off says only in which direction; the next one by how much.
 """
 
 import functools
@@ -18,6 +18,8 @@ M = TypeVar("M")
 """Values that a check has gathered from the participant's results."""
 NEARLY_RIGHT = 1.2
 """Up to this factor a difference is said in percent."""
+FAR = 3.0
+"""From this factor on a first miss is called far off."""
 
 
 class NotCompared(Exception):
@@ -39,7 +41,9 @@ def prediction(
     numbers = f"predicted {_number(predicted, unit)}, measured {_number(measured, unit)}"
     if abs(predicted - measured) <= within * abs(measured):
         return Item(True, what, f"{numbers}: a good prediction")
-    return Item(True, what, f"{numbers}: {_how_far(predicted, measured)}\n{why}")
+    off = f"{numbers}: {_how_far(predicted, measured)}\n{why}"
+    first = f"predicted {_number(predicted, unit)}, is {_which_way(predicted, measured)}"
+    return Item(True, what, off, at_first=first)
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,10 @@ class Found(Generic[M]):
         for wrong, why in self.slips(m):
             if self._near(yours, wrong):
                 return Item(False, self.what, f"{shown}: {why}")
-        return Item(False, self.what, f"{shown}, is {_how_far(yours, right)}\n{_text(self.how, m)}")
+        how = _text(self.how, m)
+        first = f"{shown}, is {_which_way(yours, right)}\n{how}"
+        off = f"{shown}, is {_how_far(yours, right)}\n{how}"
+        return Item(False, self.what, off, at_first=first)
 
     def _near(self, yours: float, number: float) -> bool:
         return abs(yours - number) <= max(self.margin, self.within * abs(number))
@@ -165,6 +172,14 @@ def ask(
 
 def _text(how: str | Callable[[M], str], m: M) -> str:
     return how if isinstance(how, str) else how(m)
+
+
+def _which_way(yours: float, measured: float) -> str:
+    way = f"too {'high' if yours > measured else 'low'}"
+    if yours <= 0 or measured <= 0:
+        return way
+    ratio = max(yours / measured, measured / yours)
+    return f"far {way}" if ratio >= FAR else f"a little {way}" if ratio < NEARLY_RIGHT else way
 
 
 def _how_far(yours: float, measured: float) -> str:

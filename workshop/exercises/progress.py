@@ -23,6 +23,8 @@ class State:
     """When a check was all green for the first time, ISO 8601."""
     hints: int = 0
     """The number that was shown."""
+    missed: list[str] = field(default_factory=list)
+    """Items that an earlier check found to be off, by their names."""
 
 
 @dataclass
@@ -54,6 +56,11 @@ class Progress:
         state.checks, state.green, state.items = state.checks + 1, green, items
         if green == items and state.passed is None:
             state.passed = results.now()
+        self._save()
+
+    def miss(self, name: str, items: set[str]) -> None:
+        """Notes Items that a check found to be off."""
+        self[name].missed = sorted(items | set(self[name].missed))
         self._save()
 
     def hinted(self, name: str) -> None:

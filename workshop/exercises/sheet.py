@@ -16,12 +16,13 @@ from workshop.versions import ROOT
 
 README = "README.md"
 PLACES = ("version*_*/exercises", "labs/*/exercises")
-SESSION_MINUTES = {1: 45, 2: 60, 3: 60, 4: 45}
-TAKE_HOME, LAB = 5, 6
-"""The numbers of what comes after the sessions, and of a lab, which has its own hours."""
-SESSIONS = (*SESSION_MINUTES, TAKE_HOME, LAB)
-_NAMES = {TAKE_HOME: "take home", LAB: "lab"}
-_HEADINGS = {TAKE_HOME: "To take home", LAB: "The labs"}
+PARTS = ("session 1", "session 2", "profilers", "session 3", "session 4", "take home", "lab")
+"""A course's parts, in their order."""
+_HEADINGS = {
+    "profilers": "The profilers of your GPU",
+    "take home": "To take home",
+    "lab": "The labs",
+}
 ORDER = (
     "baseline_analysis memory_analysis bottleneck_identification "
     "fusion_analysis flash_attention rocm_tools_intro "
@@ -29,9 +30,9 @@ ORDER = (
     "ultra_fusion register_optimization production_deployment "
     "performance_tuning"
 ).split()
-"""Within a session each builds on the one before. Those of a lab follow by name."""
+"""Within a part each builds on the one before. Those of a lab follow by name."""
 _HEAD = re.compile(
-    r"# (\S.*)\s+\*\*(\d+) minutes\*\* · (?:session ([1-4])|(take home|lab)) · "
+    rf"# (\S.*)\s+\*\*(\d+) minutes\*\* · ({'|'.join(PARTS)}) · "
     r"(no GPU needed|better with a GPU) · (coding and measuring|coding|measuring)\s"
 )
 _FORM = "**45 minutes** · session 2 · no GPU needed · coding"
@@ -55,8 +56,8 @@ class Sheet:
     folder: Path
     title: str
     minutes: int
-    session: int
-    """1 to 4, TAKE_HOME or LAB."""
+    when: str
+    """One of PARTS."""
     needs: str
     kind: str
     hints: tuple[Hint, ...]
@@ -64,14 +65,6 @@ class Sheet:
     @property
     def name(self) -> str:
         return self.folder.name
-
-    @property
-    def when(self) -> str:
-        return session_name(self.session)
-
-
-def session_name(number: int) -> str:
-    return _NAMES.get(number, f"session {number}")
 
 
 def read(folder: Path) -> Sheet:
@@ -88,13 +81,12 @@ def read(folder: Path) -> Sheet:
     head = _HEAD.match(text)
     if not head:
         raise WorkshopError(f"{path}: it should begin with `# Title` and `{_FORM}`")
-    title, minutes, session, other, needs, kind = head.groups()
-    number = int(session) if session else LAB if other == "lab" else TAKE_HOME
+    title, minutes, when, needs, kind = head.groups()
     hints = tuple(
         Hint(m["title"].strip(), m["text"].strip())
         for m in _HINT.finditer(text.partition("## Hints")[2])
     )
-    return Sheet(folder, title.rstrip(), int(minutes), number, needs, kind, hints)
+    return Sheet(folder, title.rstrip(), int(minutes), when, needs, kind, hints)
 
 
 def folders(root: Path = ROOT) -> list[Path]:
@@ -110,7 +102,7 @@ def read_all(root: Path = ROOT) -> list[Sheet]:
         WorkshopError: a sheet's head is not as the tools need it.
     """
     places = {name: place for place, name in enumerate(ORDER)}
-    order = lambda one: (one.session, places.get(one.name, len(ORDER)), one.name)  # noqa: E731
+    order = lambda one: (PARTS.index(one.when), places.get(one.name, len(ORDER)), one.name)  # noqa: E731
     return sorted(map(read, folders(root)), key=order)
 
 
@@ -118,19 +110,21 @@ def read_all(root: Path = ROOT) -> list[Sheet]:
 
 
 def index(sheets: Sequence[Sheet], folder: Path) -> str:
-    """Markdown: a table a session, with its minutes added up.
+    """Markdown: a table a part, with its minutes added up.
 
     Args:
         sheets: in their order.
         folder: of the document, from which links start.
     """
     parts = []
-    for number, its in itertools.groupby(sheets, key=lambda one: one.session):
+    for when, its in itertools.groupby(sheets, key=lambda one: one.when):
         found = list(its)
-        heading = _HEADINGS.get(number, f"Session {number}")
+        heading = _HEADINGS.get(when, when.capitalize())
         rows = [(_link(s, folder), s.title, str(s.minutes), s.needs, s.kind) for s in found]
         lines = table(("exercise", "what", "minutes", "needs", "kind"), rows, (0, 1, 3, 4))
-        parts.append(f"### {heading}: {sum(one.minutes for one in found)} minutes\n\n{lines}")
+        parts.append(
+            f"### {heading}: {sum(one.minutes for one in found)} minutes of exercises\n\n{lines}"
+        )
     return "\n\n".join(parts)
 
 
