@@ -126,6 +126,10 @@ def run_plans(planned: Planned, asked: Asked, session: str) -> tuple[list[RunRes
     what = TextColumn("{task.description}", markup=False)  # lines as the child printed them
     columns = (BarColumn(20), where, TimeElapsedColumn(), what)
     interrupted, pace = False, _Pace(planned)
+    several = (
+        isinstance(planned.plans, Sequence) and hardware.get_device(asked.device).type == "cpu"
+    )
+    jobs = asked.jobs or (2 if several else 1)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=planned.total, where=pace.where())
 
@@ -136,7 +140,7 @@ def run_plans(planned: Planned, asked: Asked, session: str) -> tuple[list[RunRes
 
         try:
             with contextlib.closing(_Comparison(session, asked, missing, say, hear)) as under_way:
-                for batch in _batches(planned.plans, asked.jobs):
+                for batch in _batches(planned.plans, jobs):
                     pace.add(batch, *under_way.run(batch))
                     progress.update(task, advance=len(batch), where=pace.where())
         except KeyboardInterrupt:

@@ -158,7 +158,7 @@ def plan(asked: Asked, words: Sequence[str], session: str) -> Planned:
     axis, sizes = parse(words)
     if len(sizes) < 2:
         raise WorkshopError(f"--sweep {axis.flag}: give two sizes or more")
-    if asked.jobs > 1:
+    if asked.jobs and asked.jobs > 1:
         raise WorkshopError("--jobs: no more than 1 with --sweep, where a size may fill the memory")
     wanted = versions.baseline_first(asked.versions or versions.available())
     slow = [key for key in wanted if interpreter.serves(versions.get_version(key), device)]

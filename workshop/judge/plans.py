@@ -41,7 +41,9 @@ class Asked:
     )
     warmup_steps: int = option("steps before them", USUAL.warmup)
     repeats: int = option("processes a version", REPEATS)
-    jobs: int = option("processes that prepare at the same time; each is timed alone", 1)
+    jobs: int | None = option(
+        "processes that prepare at the same time; each is timed alone (default 1, on a CPU 2)", None
+    )
     device: str = option("auto, cpu, cuda or cuda:N (default auto: GPU if any)", "auto")
     data: str = option("where batches are drawn from", "text", choices=("text", "synthetic"))
     seed: int = option("of weights and batches", 42, type=seed_number)
