@@ -50,6 +50,13 @@ class Item:
     """A short phrase."""
     why: str = ""
     """The finding, where it helps; may have several lines."""
+    counted: bool = True
+    """False for a note: a warning, something optional, an answer that nothing can judge."""
+
+
+def note(what: str, why: str) -> Item:
+    """An Item that is neither right nor wrong."""
+    return Item(True, what, why, counted=False)
 
 
 def judged(right: bool, what: str, otherwise: str) -> Item:

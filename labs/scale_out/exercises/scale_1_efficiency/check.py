@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from labs.scale_out.collectives import UNIT, bus_factor
-from workshop.exercises.frame import Item, Missing, Work
+from workshop.exercises.frame import Item, Missing, Work, note
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
 from workshop.labs import LabRun
 from workshop.run import flops, presets
@@ -134,8 +134,8 @@ def _quiet(work: Work) -> Iterator[Item]:
     elif m.parts_percent * MARGIN < m.percent:
         yield Item(False, what, f"{PARTS} parts are less efficient than one: {again}")
     elif uneven:
-        yield Item(True, "the runs", f"the steps of {uneven[0]} differ much in time: if other "
-                   "programs ran, repeat it on a quiet machine")  # fmt: skip
+        yield note("warning: uneven runs", f"the steps of {uneven[0]} differ much in time: if "
+                   "other programs ran, repeat it on a quiet machine")  # fmt: skip
     else:
         yield Item(True, what)
 
