@@ -90,10 +90,8 @@ def read(folder: Path) -> Sheet:
         raise WorkshopError(f"{path}: it should begin with `# Title` and `{_FORM}`")
     title, minutes, session, other, needs, kind = head.groups()
     number = int(session) if session else LAB if other == "lab" else TAKE_HOME
-    hints = tuple(
-        Hint(m["title"].strip(), m["text"].strip())
-        for m in _HINT.finditer(text.partition("## Hints")[2])
-    )
+    section = text.partition("\n## Hints\n")[2].partition("\n## ")[0]
+    hints = tuple(Hint(m["title"].strip(), m["text"].strip()) for m in _HINT.finditer(section))
     return Sheet(folder, title.rstrip(), int(minutes), number, needs, kind, hints)
 
 
