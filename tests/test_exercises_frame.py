@@ -19,7 +19,7 @@ from workshop.exercises import frame, runner, sheet
 from workshop.exercises.__main__ import main
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Work
-from workshop.exercises.predict import prediction
+from workshop.exercises.predict import disturbed, prediction
 from workshop.exercises.progress import FILE, Progress
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,7 +49,7 @@ import torch
 from workshop.errors import NotOnThisMachine
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Item
-from workshop.exercises.predict import prediction
+from workshop.exercises.predict import disturbed, prediction
 
 def check(work):
     return work.each(code, time, cause)
@@ -353,6 +353,9 @@ def test_times_of_a_disturbed_baseline_are_not_judged(tmp_path) -> None:
     shutil.copytree(quiet, tmp_path / "quiet" / "runs")  # older ones, which count
     items = checked("baseline_analysis", answers=wrong, results=tmp_path)
     assert "disturbed" not in shown(items) and "the time of a step: yours, 1 ms" in red(items)
+    uneven = stored_runs.lab_run(step_ms=[10.0, 10.0, 20.0, 20.0])
+    (warning,) = disturbed([uneven, stored_runs.lab_run()])
+    assert "the steps of 1 of 2 runs" in warning.what and not warning.counted
 
 
 def test_the_bottleneck_of_a_gpu(tmp_path) -> None:

@@ -13,11 +13,14 @@ from typing import Generic, TypeVar
 
 from workshop.exercises.answers import Answers
 from workshop.exercises.frame import Item, Part, Work, note
-from workshop.results import RunResult
+from workshop.results import LabRun, RunResult
 from workshop.run import timing
 
 M = TypeVar("M")
 """Values that a check has gathered from the participant's results."""
+UNEVEN = 0.25
+"""Interquartile range of a lab's step times over their median, above which other programs probably
+ran: a lab's record does not say how long its process waited for a processor."""
 NEARLY_RIGHT = 1.2
 """Up to this factor a difference is said in percent."""
 
@@ -27,14 +30,21 @@ class NotCompared(Exception):
     question becomes a note."""
 
 
-def disturbed(runs: Iterable[RunResult]) -> Iterator[Item]:
+def disturbed(runs: Iterable[RunResult | LabRun]) -> Iterator[Item]:
     """A warning if other programs disturbed some of a participant's runs."""
     runs = list(runs)
-    if shares := [run.waited_share or 0.0 for run in runs if run.disturbed]:
+    versions = [run for run in runs if isinstance(run, RunResult)]
+    if shares := [run.waited_share or 0.0 for run in versions if run.disturbed]:
         yield note(
             f"warning: other programs disturbed {len(shares)} of {len(runs)} runs",
             f"They waited for a processor up to {max(shares):.0%} of the time: nothing is judged "
             "by their times. Close what else runs, and measure again.",
+        )
+    labs = [run for run in runs if isinstance(run, LabRun) and run.step_ms]
+    if uneven := [run.variant for run in labs if timing.spread(run.step_ms) > UNEVEN]:
+        yield note(
+            f"warning: the steps of {len(uneven)} of {len(runs)} runs differ much in time",
+            f"{uneven[0]}: if other programs ran, repeat it on a quiet machine.",
         )
 
 
