@@ -1,12 +1,13 @@
 """The documents' pictures: a stale one is found without a browser, and made again where one is."""
 
+import re
 from pathlib import Path
 
 from PIL import Image as Pillow
 
 from analysis_tools import update_docs
 from workshop.errors import NotOnThisMachine
-from workshop.show import doc_images
+from workshop.show import cheat_sheet, doc_images
 from workshop.show.doc_images import Image
 
 
@@ -37,3 +38,8 @@ def test_stale_pictures_are_made_again_or_left_and_named(tmp_path, monkeypatch, 
         assert capsys.readouterr() == (printed, "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "report.md"]
     assert Pillow.open(drawn.path).size == (8, 8)
+
+
+def test_the_cheat_sheet_has_two_sides() -> None:
+    pdf = cheat_sheet.SOURCE.with_suffix(".pdf").read_bytes()
+    assert len(re.findall(rb"/Type /Page\b", pdf)) == 2

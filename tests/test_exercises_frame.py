@@ -12,7 +12,7 @@ import pytest
 import stored_runs
 import torch
 from conftest import HANGS_S
-from exercise_cases import checked, red, solution, with_answers
+from exercise_cases import checked, red, shown, solution, with_answers
 
 from workshop.errors import WorkshopError
 from workshop.exercises import frame, runner, sheet
@@ -20,7 +20,7 @@ from workshop.exercises.__main__ import main
 from workshop.exercises.answers import Answers
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Work
-from workshop.exercises.predict import Found, prediction
+from workshop.exercises.predict import Found, disturbed, prediction
 from workshop.exercises.progress import FILE, Progress
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +50,7 @@ import torch
 from workshop.errors import NotOnThisMachine
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Item
-from workshop.exercises.predict import prediction
+from workshop.exercises.predict import disturbed, prediction
 
 def check(work):
     return work.each(code, time, cause)
@@ -112,7 +112,7 @@ def test_from_the_first_check_to_the_last(typed, demo) -> None:
     assert status == 1 and "made" in text and "mine.py" in text and "my_answers.toml" in text
     assert (demo / "mine.py").read_text() == STARTER
     status, text = typed("check", "demo")
-    assert status == 1 and "0 of 3 green" in text
+    assert status == 1 and "0 green, 3 red" in text
     assert "not written yet: mine.py, line 2, in double" in text
     assert "not answered yet: time_ms" in text and "not answered yet: cause.first" in text
     assert "demo 15 min 0 green A demo Next: demo, 15 minutes" in typed()[1]
@@ -123,7 +123,7 @@ def test_from_the_first_check_to_the_last(typed, demo) -> None:
     typed("reset", "demo")
     write(demo)
     status, text = typed("check", "demo")
-    assert status == 0 and "Passed: 3 of 3 green" in text
+    assert status == 0 and "Passed: all 3 green" in text
     assert "predicted 8 ms, measured 4 ms: 2 times too high Because." in text
     status, text = typed("list")
     assert status == 0 and "1 of 1 passed demo 15 min passed" in text
@@ -325,6 +325,9 @@ def test_every_sheet_is_whole(folder) -> None:
     assert [one.name for one in sheet.folders()].count(folder.name) == 1
     assert any((folder / given).is_file() for given in frame.COPIES)
     assert f"check {folder.name}" in text
+    assert text.splitlines()[4].startswith("After this you can ")
+    seen = text.partition("\n## What you should see\n\n<details>")[2]
+    assert "H200" in seen and "</details>" in seen
 
 
 def test_the_baseline_of_a_gpu_with_launches(tmp_path) -> None:
@@ -354,6 +357,23 @@ def test_the_baseline_of_a_gpu_with_launches(tmp_path) -> None:
     later = {"session": "z", "created": "z"}
     stored_runs.write(tmp_path, run, "repeat", **ungated, **later)
     assert not red(checked("baseline_analysis", answers=answers, results=tmp_path))
+
+
+def test_times_of_a_disturbed_baseline_are_not_judged(tmp_path) -> None:
+    quiet = SOLUTIONS / "baseline_analysis" / "results" / "runs"
+    for path in quiet.iterdir():
+        newer = {"session": f"b{path.stem}", "created": "2099", "waited_share": 0.7}
+        stored_runs.write(tmp_path, stored_runs.content(path), **newer)
+    wrong = with_answers("baseline_analysis", tmp_path, step_ms=1.0, larger_part="fixed")
+    items = checked("baseline_analysis", answers=wrong, results=tmp_path)
+    assert not red(items) and "warning: other programs disturbed 3 of 3 runs" in shown(items)
+    assert "larger part of a step's time: not judged" in shown(items)
+    shutil.copytree(quiet, tmp_path / "quiet" / "runs")  # older ones, which count
+    items = checked("baseline_analysis", answers=wrong, results=tmp_path)
+    assert "disturbed" not in shown(items) and "the time of a step: yours, 1 ms" in red(items)
+    uneven = stored_runs.lab_run(step_ms=[10.0, 10.0, 20.0, 20.0])
+    (warning,) = disturbed([uneven, stored_runs.lab_run()])
+    assert "the steps of 1 of 2 runs" in warning.what and not warning.counted
 
 
 def test_the_bottleneck_of_a_gpu(tmp_path) -> None:

@@ -100,6 +100,10 @@ SEEN = {
         "y_ptr + n, mask=inside", "y_ptr + n",
         r"add: N = 1: 63 elements of memory beside an input were loaded, the first 1 behind ",
     ),
+    "plain PyTorch": (
+        "    _softmax_kernel[(R,)](", "    out.copy_(x.softmax(-1))\n    return\n    str(",
+        "softmax: 3 x 64: no kernel of yours ran",
+    ),
     "a wrong name": ("x + y, mask", "x + z, mask", r"mine.py, line \d+, in _add_kernel: NameError"),
 }  # fmt: skip
 
@@ -158,6 +162,24 @@ WRONG = {
     "dy taken as contiguous": (
         "dy.reshape(rows.shape).contiguous()", "dy.reshape(rows.shape)",
         "dx, rms_norm, and y.sum\\(\\): dy of strides 0: ",
+    ),
+    "a method in plain PyTorch": (
+        "launch_backward(dy_rows, rows, weight, rstd, dx, partial_dw)\n",
+        """n = rows * rstd[:, None]
+        g = dy_rows * weight
+        dx = (rstd[:, None] * (g - n * (g * n).mean(-1, keepdim=True))).to(rows.dtype)
+        partial_dw = (dy_rows * n).float()
+""", r"rms_norm of x \(2, 31, 72\): no kernel of yours ran",
+    ),
+    "a launcher in plain PyTorch": (
+        "    _backward_kernel[(len(partial_dw),)](\n",
+        """    n = x * rstd[:, None]
+    g = dy * weight
+    dx.copy_(rstd[:, None] * (g - n * (g * n).mean(-1, keepdim=True)))
+    partial_dw.zero_()[0] = (dy * n).sum(0)
+    return
+    _backward_kernel[(len(partial_dw),)](
+""", "dx, 7 x 64, 1 program: no kernel of yours ran",
     ),
     "the weight gets nothing": (
         "partial_dw.sum(0).to(weight.dtype), None", "None, None",

@@ -112,8 +112,8 @@ V4_MEDIUM = table(
 def test_the_rate_of_products_is_that_of_the_models_operations() -> None:
     sentence = find(advise(V4_MEDIUM, record("v4")), "GEMM-bound").sentence
     gemm, attention, tera, rate, share, peak = numbers(
-        r"GEMM ([\d.]+) ms a step, attention ([\d.]+) ms .* needs ([\d.]+) TFLOP.*: ([\d,]+) "
-        r"TFLOP/s, (\d+)% of the ([\d,]+) that the data sheet gives for bf16",
+        r"GEMM 54%: ([\d.]+) ms a step; attention 10%: ([\d.]+) ms .* needs ([\d.]+) TFLOP.*: "
+        r"([\d,]+) TFLOP/s, (\d+)% of the ([\d,]+) that the data sheet gives for bf16",
         sentence,
     )
     assert (gemm, attention, peak) == (12.4, 2.4, 989)
@@ -376,7 +376,7 @@ def test_a_cpus_operators() -> None:
     profile = table(operators, 1100.0, what="operator", device=None, steps=1)
     found = advise(profile, record("v1", "tiny", "fp32", device=cpu))
     assert names(found) == ["GEMM-bound", "elementwise", "materialised-attention"]
-    assert "70% of the operators' time on the CPU (GEMM 700 ms a step)" in found[0].sentence
+    assert "70% of the operators' time on the CPU (GEMM 70%: 700 ms a step)" in found[0].sentence
     assert "profile on a GPU" in found[0].treatment
     assert "version3_triton" not in found[1].treatment, "it can't be timed on a CPU"
 
@@ -389,8 +389,8 @@ def test_a_cpus_operators() -> None:
     [
         ("h200_v1_small_step", "launch-bound", "runs 1,329 kernels a step"),
         ("h200_v2_small_step", "launch-bound", "runs 546 kernels a step"),
-        ("h200_v3_small_step", "GEMM-bound", "GEMM 612 µs a step, attention 178 µs a step"),
-        ("h200_v4_medium_trace", "GEMM-bound", "GEMM 12.2 ms a step, attention 2.35 ms a step"),
+        ("h200_v3_small_step", "GEMM-bound", "612 µs a step; attention 10%: 178 µs a step"),
+        ("h200_v4_medium_trace", "GEMM-bound", "(GEMM 55%: 12.2 ms a step; attention 11%: "),
     ],
 )
 def test_traces_from_an_h200(trace: str, bound: str, quoted: str) -> None:

@@ -9,6 +9,7 @@ a wrong element with a name.
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from triton_launch import INTERPRETED
@@ -62,6 +63,29 @@ def watched_loads(*inputs: Tensor) -> Iterator[list[str]]:
         yield outside
     finally:
         triton.load = load
+
+
+@contextmanager
+def watched_launches(mine: ModuleType) -> Iterator[set[str]]:
+    """Gives a set that gets the name of each kernel of a module that is launched."""
+    from triton.runtime.jit import KernelInterface
+
+    launched: set[str] = set()
+    launch = KernelInterface.__getitem__
+
+    def watched(kernel: Any, grid: Any) -> Any:
+        function = kernel
+        while hasattr(function, "fn"):  # an autotuned kernel holds the kernel, which holds it
+            function = function.fn
+        if function.__globals__ is vars(mine):
+            launched.add(function.__name__)
+        return launch(kernel, grid)
+
+    KernelInterface.__getitem__ = watched
+    try:
+        yield launched
+    finally:
+        KernelInterface.__getitem__ = launch
 
 
 def _beside_input(tensor: Tensor, addresses: Tensor) -> str:

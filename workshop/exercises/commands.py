@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace, root: Path) -> int:
     _show(_verdict(one, outcome, new))
     if outcome.missing is not None:
         return errors.NOT_ON_THIS_MACHINE
-    progress.checked(one.name, sum(item.ok for item in outcome.items), len(outcome.items))
+    progress.checked(one.name, outcome.green, outcome.green + outcome.red)
     if not outcome.passed:
         return errors.ANSWER_IS_NO
     return _show(_what_comes_next(sheets, progress, behind=one.name))
@@ -134,19 +134,20 @@ def _verdict(one: Sheet, outcome: Outcome, new: set[str]) -> Group:
     if outcome.printed and not outcome.passed:
         lines.append(Text("Printed meanwhile, at the end:", style="dim"))
         lines += [_indented(line, style="dim") for line in outcome.printed]
-    green, total = sum(item.ok for item in outcome.items), len(outcome.items)
     if outcome.missing is not None:
         lines.append(Text(f"Not on this machine: {printable(outcome.missing)}", style="yellow"))
     elif outcome.passed:
-        lines.append(Text(f"Passed: {total} of {total} green", style="bold green"))
+        lines.append(Text(f"Passed: all {outcome.green} green", style="bold green"))
     else:
-        lines.append(Text(f"{green} of {total} green", style="bold red"))
+        # No total: what a red Item holds back is not known yet.
+        lines.append(Text(f"{outcome.green} green, {outcome.red} red", style="bold red"))
         lines.append(Text(f"Stuck? {COMMAND} hint {one.name}"))
     return Group(*lines)
 
 
 def _item(item: Item, why: str) -> list[RenderableType]:
     mark = Text("ok", style="green") if item.ok else Text("no", style="bold red")
+    mark = mark if item.counted else Text("--", style="yellow")
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_row(mark, Text(printable(item.what)))
     return [grid, *(_indented(line) for line in why.splitlines())]

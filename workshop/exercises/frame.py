@@ -53,6 +53,13 @@ class Item:
     at_first: str = ""
     """The finding without the numbers that would give the answer away: for the first check that
     finds it."""
+    counted: bool = True
+    """False for a note: a warning, something optional, an answer that nothing can judge."""
+
+
+def note(what: str, why: str) -> Item:
+    """An Item that is neither right nor wrong."""
+    return Item(True, what, why, counted=False)
 
 
 def judged(right: bool, what: str, otherwise: str) -> Item:

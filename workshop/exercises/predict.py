@@ -12,10 +12,15 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from workshop.exercises.answers import Answers
-from workshop.exercises.frame import Item, Part, Work
+from workshop.exercises.frame import Item, Part, Work, note
+from workshop.results import LabRun, RunResult
+from workshop.run import timing
 
 M = TypeVar("M")
 """Values that a check has gathered from the participant's results."""
+UNEVEN = 0.25
+"""Interquartile range of a lab's step times over their median, above which other programs probably
+ran: a lab's record does not say how long its process waited for a processor."""
 NEARLY_RIGHT = 1.2
 """Up to this factor a difference is said in percent."""
 FAR = 3.0
@@ -23,8 +28,33 @@ FAR = 3.0
 
 
 class NotCompared(Exception):
-    """Raised by a question's `value` where the results have no answer: the text says why, and any
-    answer is green."""
+    """Raised by a question's `value` where the results have no answer: the text says why, and the
+    question becomes a note."""
+
+
+def disturbed(runs: Iterable[RunResult | LabRun]) -> Iterator[Item]:
+    """A warning if other programs disturbed some of a participant's runs."""
+    runs = list(runs)
+    versions = [run for run in runs if isinstance(run, RunResult)]
+    if shares := [run.waited_share or 0.0 for run in versions if run.disturbed]:
+        yield note(
+            f"warning: other programs disturbed {len(shares)} of {len(runs)} runs",
+            f"They waited for a processor up to {max(shares):.0%} of the time: nothing is judged "
+            "by their times. Close what else runs, and measure again.",
+        )
+    labs = [run for run in runs if isinstance(run, LabRun) and run.step_ms]
+    if uneven := [run.variant for run in labs if timing.spread(run.step_ms) > UNEVEN]:
+        yield note(
+            f"warning: the steps of {len(uneven)} of {len(runs)} runs differ much in time",
+            f"{uneven[0]}: if other programs ran, repeat it on a quiet machine.",
+        )
+
+
+def step_ms(run: RunResult) -> float:
+    """Median time of a step. Raises NotCompared if other programs disturbed the run."""
+    if run.disturbed:
+        raise NotCompared("not judged: other programs disturbed the run")
+    return timing.median(run.step_ms)
 
 
 def prediction(
@@ -157,13 +187,13 @@ def ask(
         m = once(work)
         if isinstance(question, Predicted) and not all(map(work.answers.has, findings)):
             yours = _number(work.answers.number(question.key), question.unit)
-            note = f"predicted {yours}: compared when all else is answered"
-            yield Item(True, question.what, note)
+            why = f"predicted {yours}: compared when all else is answered"
+            yield Item(True, question.what, why)
             return
         try:
             yield question.item(work.answers, m)
         except NotCompared as reason:
-            yield Item(True, question.what, str(reason))
+            yield note(question.what, str(reason))
 
     yield from work.each(
         *(functools.partial(answered, p) if isinstance(p, kinds) else p for p in parts)

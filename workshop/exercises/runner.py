@@ -50,7 +50,15 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        return self.missing is None and bool(self.items) and all(item.ok for item in self.items)
+        return self.missing is None and self.green > 0 and not self.red
+
+    @property
+    def green(self) -> int:
+        return sum(item.ok and item.counted for item in self.items)
+
+    @property
+    def red(self) -> int:
+        return sum(not item.ok for item in self.items)
 
 
 # --- outside -------------------------------------------------------------------------------------

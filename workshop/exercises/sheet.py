@@ -82,10 +82,8 @@ def read(folder: Path) -> Sheet:
     if not head:
         raise WorkshopError(f"{path}: it should begin with `# Title` and `{_FORM}`")
     title, minutes, when, needs, kind = head.groups()
-    hints = tuple(
-        Hint(m["title"].strip(), m["text"].strip())
-        for m in _HINT.finditer(text.partition("## Hints")[2])
-    )
+    section = text.partition("\n## Hints\n")[2].partition("\n## ")[0]
+    hints = tuple(Hint(m["title"].strip(), m["text"].strip()) for m in _HINT.finditer(section))
     return Sheet(folder, title.rstrip(), int(minutes), when, needs, kind, hints)
 
 

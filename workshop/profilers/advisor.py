@@ -420,7 +420,9 @@ def _products(figures: Figures) -> Found | None:
     if kind != figures.bound and _is_small(figures, "products", ns):
         return None
     both = ((name, figures.groups_ns[name]) for name in ("GEMM", "attention"))
-    parts = ", ".join(f"{name} {figures.time(part)}" for name, part in both if part)
+    parts = "; ".join(
+        f"{name} {part / figures.total_ns:.0%}: {figures.time(part)}" for name, part in both if part
+    )
     sentence = f"matrix products take {figures.of_all(ns)} ({parts}).{_product_rate(figures)}"
     return kind, sentence, ns
 

@@ -2,7 +2,7 @@
 
 A picture carries a fingerprint of what decides its content, in a text field of the PNG. A stale one
 is so found without a browser, and one that is not is left as it is. Chromium without a window takes
-the picture of the page.
+the picture of the page, and prints the cheat sheet, whose fingerprint is in the PDF's title.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from pathlib import Path
 from workshop import results
 from workshop.collection import Collection
 from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.show import cheat_sheet
 from workshop.show.page import Choice
 from workshop.versions import ROOT
 
@@ -54,6 +55,8 @@ class Image:
 
         if not self.path.is_file():
             return True
+        if self.path.suffix == ".pdf":
+            return self.fingerprint.encode() not in self.path.read_bytes()
         with Pillow.open(self.path) as picture:
             return picture.info.get(_FIELD) != self.fingerprint
 
@@ -62,7 +65,7 @@ def find(collection: Collection) -> list[Image]:
     """All pictures of the reference results, with the fingerprints that they should have."""
     traces = _DRAWN_TRACE.findall(TRACES_PAGE.read_text(encoding="utf-8").replace("\\\n", " "))
     page = Image(FOLDER / "dashboard.png", _fingerprint_of_page(collection), _take_page)
-    return [page, *(_trace(shlex.split(words)) for words in traces)]
+    return [page, _cheat_sheet(), *(_trace(shlex.split(words)) for words in traces)]
 
 
 def make(image: Image) -> None:
@@ -78,6 +81,8 @@ def make(image: Image) -> None:
     stamp.add_text(_FIELD, image.fingerprint)
     with results.atomic_path(image.path) as path:
         image.make(path)
+        if image.path.suffix == ".pdf":
+            return
         with Pillow.open(path) as picture:
             picture.load()
             picture.convert("RGB").quantize().save(path, pnginfo=stamp, optimize=True)
@@ -118,10 +123,23 @@ def _fingerprint_of_page(collection: Collection) -> str:
     return _fingerprint(seen, *(path.read_bytes() for path in code), _PAGE_SIZE)
 
 
-def _take_page(path: Path) -> None:
+def _browser() -> list[str]:
+    """Raises NotOnThisMachine: there is none."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise NotOnThisMachine("no Chromium: on Debian apt-get install chromium")
+    return [browser, *BROWSER_FLAGS]
+
+
+def _cheat_sheet() -> Image:
+    fingerprint = _fingerprint(cheat_sheet.SOURCE.read_bytes(), cheat_sheet.STYLE)
+    title = f"Cheat sheet {fingerprint}"
+    path = cheat_sheet.SOURCE.with_suffix(".pdf")
+    return Image(path, fingerprint, lambda pdf: cheat_sheet.write(pdf, title, _browser()))
+
+
+def _take_page(path: Path) -> None:
+    browser = _browser()
     command = [sys.executable, "analysis_tools/performance_dashboard.py", "--no-browser",
                "--port", "0", "--results", str(REFERENCE.relative_to(ROOT))]  # fmt: skip
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
@@ -131,6 +149,6 @@ def _take_page(path: Path) -> None:
             with tempfile.TemporaryDirectory() as profile:
                 own = (f"--user-data-dir={profile}", f"--window-size={_PAGE_SIZE}")
                 how = ("--virtual-time-budget=20000", f"--screenshot={path}", address)
-                subprocess.run([browser, *BROWSER_FLAGS, *own, *how], check=True)
+                subprocess.run([*browser, *own, *how], check=True)
         finally:
             running.terminate()

@@ -1,12 +1,22 @@
 """The baseline: predictions and findings against the participant's own three runs of V1."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from workshop.collection import StoredRun
 from workshop.exercises.frame import Item, Missing, Work, setting
-from workshop.exercises.predict import Chosen, Found, NotCompared, Predicted, Question, ask
+from workshop.exercises.predict import (
+    Chosen,
+    Found,
+    NotCompared,
+    Predicted,
+    Question,
+    ask,
+    disturbed,
+    step_ms,
+)
 from workshop.results import RunResult, model_sizes
 from workshop.run import flops, presets, timing
 
@@ -34,10 +44,6 @@ def check(work: Work) -> Iterator[Item]:
     return ask(work, measured, (_runs, *QUESTIONS))
 
 
-def step_ms(run: RunResult) -> float:
-    return timing.median(run.step_ms)
-
-
 def gflop(m: Measured) -> float:
     """Operations of a step."""
     run = m.later
@@ -50,6 +56,7 @@ def least_ms(m: Measured) -> float:
 
 
 def backward_over_forward(m: Measured) -> float:
+    step_ms(m.later)  # a disturbed run's phases say as little as its steps
     return timing.median(m.later.backward_ms) / timing.median(m.later.forward_ms)
 
 
@@ -165,15 +172,17 @@ def _runs(work: Work) -> Iterator[Item]:
     """Whether the three runs are there, and whether their numbers may be believed."""
     m = measured(work)
     run, three = m.later, (m.later, m.earlier, m.doubled)
+    later, earlier, doubled = (timing.median(one.step_ms) for one in three)
     note = (
-        f"{step_ms(run):.4g} and {step_ms(m.earlier):.4g} ms with {run.batch_size} sequences, "
-        f"{step_ms(m.doubled):.4g} ms with {m.doubled.batch_size}"
+        f"{later:.4g} and {earlier:.4g} ms with {run.batch_size} sequences, "
+        f"{doubled:.4g} ms with {m.doubled.batch_size}"
     )
-    if least_ms(m) > step_ms(run):
+    if least_ms(m) > later:
         note += "\nFaster than its peak: other programs ran while the peak was measured."
     note += "".join(f"\n{path.relative_to(work.results)}" for path in m.files)
     what = f"{run.config_name}, {run.precision}, {run.device.get('name')}"
     yield Item(True, f"your three runs: {what}", note)
+    yield from disturbed(three)
     doubts = [sentence for one in three for sentence in one.plausibility]
     if any(one.gate.status != "pass" for one in three):
         doubts.append("The gate failed: see its result file.")
@@ -185,9 +194,16 @@ def _runs(work: Work) -> Iterator[Item]:
 
 
 def measured(work: Work) -> Measured:
-    """Raises Missing: a run is not there."""
+    """The newest runs, undisturbed ones if there are enough. Raises Missing: a run is not there."""
     # A comparison's repeats of the same code skip the gate: they have no verdict of their own.
     gated = [one for one in work.stored_runs("v1") if one.run.gate.status != "not run"]
+    with contextlib.suppress(Missing):
+        return _newest([one for one in gated if not one.run.disturbed])
+    return _newest(gated)
+
+
+def _newest(gated: list[StoredRun]) -> Measured:
+    """Raises Missing: a run is not there."""
     alike = [stored for stored in gated if _is_base(stored.run)]
     if not alike:
         raise Missing("no run of V1 with its gate yet; twice:", f"{RUN} --num-steps 20")

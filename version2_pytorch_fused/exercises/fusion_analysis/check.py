@@ -7,8 +7,18 @@ from functools import partial
 
 from workshop.compare.rows import variant
 from workshop.errors import WorkshopError
-from workshop.exercises.frame import Item, Work, setting
-from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask, prediction
+from workshop.exercises.frame import Item, Work, note, setting
+from workshop.exercises.predict import (
+    Chosen,
+    Found,
+    NotCompared,
+    Predicted,
+    Question,
+    ask,
+    disturbed,
+    prediction,
+    step_ms,
+)
 from workshop.profilers.reading import CsvTable, Problems
 from workshop.results import RunResult
 from workshop.run import timing
@@ -43,7 +53,11 @@ FUSIONS = tuple(WHY)
 
 def check(work: Work) -> Iterator[Item]:
     times = (partial(_predicted_time, name) for name in FUSIONS)
-    return ask(work, lambda work: work, (*times, *QUESTIONS))
+    return ask(work, lambda work: work, (_quiet, *times, *QUESTIONS))
+
+
+def _quiet(work: Work) -> Iterator[Item]:
+    return disturbed(run for fusion in (None, *FUSIONS) for run in _runs(work, fusion))
 
 
 def _variant(fusion: str | None) -> str:
@@ -73,7 +87,7 @@ def _runs(work: Work, fusion: str | None = None) -> list[RunResult]:
         how = f"with --{wanted[0]}" if fusion else "as it is"
         size = f"{newest.config_name}, {newest.precision}"
         raise WorkshopError(f"no result of V2 {how} at {size}: run the sheet's loop")
-    return alike[:ROUNDS]
+    return [run for run in alike if not run.disturbed][:ROUNDS] or alike[:ROUNDS]
 
 
 def _size(run: RunResult) -> tuple[object, ...]:
@@ -82,8 +96,11 @@ def _size(run: RunResult) -> tuple[object, ...]:
 
 
 def _ratio(work: Work, fusion: str, other: str | None = None) -> timing.Ratio:
-    """Time of a step without a fusion over one of V2 whole, or without another."""
+    """Time of a step without a fusion over one of V2 whole, or without another. Raises NotCompared:
+    other programs disturbed the runs."""
     slower, faster = _runs(work, fusion), _runs(work, other)
+    for run in (*slower, *faster):
+        step_ms(run)
     return timing.speedup([run.step_ms for run in slower], [run.step_ms for run in faster])
 
 
@@ -115,19 +132,24 @@ def _calls(work: Work, fusion: str | None, operator: str) -> float:
 
 def _predicted_time(fusion: str, work: Work) -> Iterator[Item]:
     predicted = work.answers.number(f"predict.{fusion}")
-    ratio = _ratio(work, fusion)
-    what, measured = f"--{_variant(fusion)}: a longer step", 100 * (ratio.value - 1)
+    what = f"--{_variant(fusion)}: a longer step"
+    try:
+        ratio = _ratio(work, fusion)
+    except NotCompared as reason:
+        yield note(what, str(reason))
+        return
+    measured = 100 * (ratio.value - 1)
     if ratio.interval is not None and ratio.significant:
         yield prediction(what, predicted, measured, "%", within=0.5, why=WHY[fusion])
         return
-    note = f"predicted {predicted:.3g}%, measured: "
+    text = f"predicted {predicted:.3g}%, measured: "
     if ratio.interval is None:
-        note += f"{measured:+.1f}% in one process: run the sheet's loop to its end for an interval"
+        text += f"{measured:+.1f}% in one process: run the sheet's loop to its end for an interval"
     else:
         low, high = (100 * (bound - 1) for bound in ratio.interval)
-        note += f"no clear difference [{low:+.1f}%, {high:+.1f}%]"
-        note += "" if low <= predicted <= high else f"\n{WHY[fusion]}"
-    yield Item(True, what, note)
+        text += f"no clear difference [{low:+.1f}%, {high:+.1f}%]"
+        text += "" if low <= predicted <= high else f"\n{WHY[fusion]}"
+    yield Item(True, what, text)
 
 
 # --- right answers -------------------------------------------------------------------------------

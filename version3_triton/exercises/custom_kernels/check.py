@@ -15,6 +15,7 @@ from version3_triton.exercises.guarded_memory import (
     imported,
     nan_explained,
     to_the_first_red,
+    watched_launches,
 )
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Item, Work
@@ -24,6 +25,8 @@ EPS = 1e-5
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 ROUNDINGS = 8.0
 """Allowed beyond a multiple of the plain version's error, which may be nil by luck."""
+GIVEN = "_forward_kernel"
+NO_KERNEL = "no kernel of yours ran: the gradients are to come from one, not from plain PyTorch"
 FIRST_WRONG = 8.0
 """How many times the allowed error of the whole an element may be off before it is shown."""
 
@@ -142,7 +145,11 @@ def _launched(mine: ModuleType, case: Case, P: int) -> Iterator[Item]:
     rstd = torch.rsqrt(x.double().pow(2).mean(-1) + EPS).float()
     dx, partial_dw = Output(x), Output(x.new_empty(P, x.shape[1]))
     arguments = (guarded(t) for t in (dy, x, weight, rstd))
-    mine.launch_backward(*arguments, dx.tensor, partial_dw.tensor)
+    with watched_launches(mine) as launched:
+        mine.launch_backward(*arguments, dx.tensor, partial_dw.tensor)
+    if not launched - {GIVEN}:
+        yield Item(False, f"dx, {case.name}", NO_KERNEL)
+        return
     yield dx.beside(f"dx, {case.name}") or nan_explained(look(case, "dx", dx.tensor), dx.tensor)
     what, written = f"partial_dw, {case.name}", partial_dw.tensor
     empty = written.isnan().all(1).nonzero().flatten().tolist()
@@ -159,7 +166,6 @@ def _launched(mine: ModuleType, case: Case, P: int) -> Iterator[Item]:
 
 
 def _function(work: Work) -> Iterator[Item]:
-    norm = work.module.rms_norm
     odd = _draw("rms_norm of x (2, 31, 72)", 2, 31, 72)
     one = torch.ones((), device=odd.x.device)
     x, dy = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (odd.x, odd.dy))
@@ -170,15 +176,17 @@ def _function(work: Work) -> Iterator[Item]:
         _draw("rms_norm of x (3, 72) in bf16", 3, 72, dtype=torch.bfloat16),
     )
     for case in cases:
-        yield from _joined(norm, case)
+        yield from _joined(work.module, case)
 
 
-def _joined(norm: Callable[[Tensor, Tensor, float], Tensor], case: Case) -> Iterator[Item]:
+def _joined(mine: ModuleType, case: Case) -> Iterator[Item]:
     """An Item for each of y, dx and dw that is wrong, or one for all."""
     # Memory that PyTorch hands out holds NaN until something is written to it.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        found = forward_and_backward(lambda x, w: norm(x, w, EPS), case, case.x.dtype)
+        with watched_launches(mine) as launched:
+            norm = lambda x, w: mine.rms_norm(x, w, EPS)  # noqa: E731
+            found = forward_and_backward(norm, case, case.x.dtype)
     except RuntimeError as error:
         if "returned an in" not in str(error):
             raise
@@ -188,6 +196,8 @@ def _joined(norm: Callable[[Tensor, Tensor, float], Tensor], case: Case) -> Iter
     finally:
         torch.use_deterministic_algorithms(False)
     items = [look(case, name, found.get(name)) for name in ("y", "dx", "dw")]
+    if not launched - {GIVEN}:
+        items.insert(0, Item(False, case.name, NO_KERNEL))
     yield from [item for item in items if not item.ok] or [
         Item(True, case.name, "y, dx and dw agree with fp64")
     ]

@@ -1,7 +1,8 @@
 """Three kernels against plain PyTorch: odd sizes, strides, and memory that is watched."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 from triton_launch import INTERPRETED
 
@@ -14,6 +15,7 @@ from version3_triton.exercises.guarded_memory import (
     guarded,
     imported,
     to_the_first_red,
+    watched_launches,
     watched_loads,
 )
 from workshop.exercises import runner
@@ -53,7 +55,7 @@ def _add(work: Work) -> Iterator[Item]:
     mine = work.module
     for N in (mine.BLOCK, 1, 1000):
         x, y = _normal(N), _normal(N)
-        item = _launched(mine.add, (x, y), Output(x), x + y, f"add: N = {N:,}")
+        item = _launched(mine, "add", (x, y), Output(x), x + y, f"add: N = {N:,}")
         programs = -(-N // mine.BLOCK)
         masked = f"programs: {programs}; elements of the last one that are masked: "
         yield _with_reason(item, f"{masked}{programs * mine.BLOCK - N}")
@@ -63,7 +65,7 @@ def _softmax(work: Work) -> Iterator[Item]:
     mine = work.module
     for name, x, like in _rows():
         right = torch.softmax(x, -1)
-        item = _launched(mine.softmax, (x,), Output(like), right, f"softmax: {name}")
+        item = _launched(mine, "softmax", (x,), Output(like), right, f"softmax: {name}")
         yield _with_reason(item, PASSES) if name == STRIDES else item
 
 
@@ -91,15 +93,22 @@ def _transpose(work: Work) -> Iterator[Item]:
     for name, x, spare in cases:
         right = x.t().contiguous()
         out = Output(right.new_empty(len(right), len(x) + spare)[:, : len(x)])
-        yield _launched(mine.transpose, (x,), out, right, f"transpose: {name}")
+        yield _launched(mine, "transpose", (x,), out, right, f"transpose: {name}")
 
 
 def _launched(
-    launch: Callable[..., None], inputs: Sequence[Tensor], out: Output, right: Tensor, what: str
+    mine: ModuleType,
+    name: str,
+    inputs: Sequence[Tensor],
+    out: Output,
+    right: Tensor,
+    what: str,
 ) -> Item:
     arguments = [guarded(x) for x in inputs]
-    with watched_loads(*arguments) as outside:
-        launch(*arguments, out.tensor)
+    with watched_loads(*arguments) as outside, watched_launches(mine) as launched:
+        getattr(mine, name)(*arguments, out.tensor)
+    if not launched:
+        return Item(False, what, "no kernel of yours ran: write it in Triton, not plain PyTorch")
     item = out.compare(right, what=what, limit=FP32)
     return Item(False, what, outside[0]) if item.ok and outside else item
 

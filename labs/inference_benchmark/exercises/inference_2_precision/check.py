@@ -8,7 +8,15 @@ from labs.inference_benchmark import networks, own_runs
 from labs.inference_benchmark.own_runs import memory_mb, text_option, true_counts
 from workshop import labs
 from workshop.exercises.frame import Item, Work, judged
-from workshop.exercises.predict import Chosen, Found, NotCompared, Predicted, Question, ask
+from workshop.exercises.predict import (
+    Chosen,
+    Found,
+    NotCompared,
+    Predicted,
+    Question,
+    ask,
+    disturbed,
+)
 from workshop.labs import LabRow, LabRun
 from workshop.run import timing
 
@@ -99,6 +107,7 @@ def _compared(work: Work) -> Iterator[Item]:
     yield Item(
         True, f"your comparison: fp32 and {half}, which is `half` here", m.full.first.subject
     )
+    yield from disturbed(run for row in (m.full, m.half) for run in row.runs)
 
 
 def _largest_full(work: Work) -> Iterator[Item]:

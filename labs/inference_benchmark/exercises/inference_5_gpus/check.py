@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from labs.group import Group
 from labs.inference_benchmark.own_runs import images_per_s
 from workshop.exercises.frame import Item, Missing, Work
-from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
+from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask, disturbed
 from workshop.labs import LabRun
 
 PROGRAM = "labs/inference_benchmark/micro_benchmarking_pytorch.py"
@@ -98,6 +98,7 @@ def _runs(work: Work) -> Iterator[Item]:
         f"{percent(m.uneven):.0f}% of at most {m.most:.0f}%, in training {percent(m.training):.0f}%"
     )
     yield Item(True, f"your runs: {m.even.options['network']}, {m.even.device['name']}", note)
+    yield from disturbed((m.even, m.uneven, m.training))
 
 
 # --- the participant's runs ----------------------------------------------------------------------

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 
 from labs.inference_benchmark import own_runs
 from workshop.exercises.frame import Item, Missing, Work
-from workshop.exercises.predict import Chosen, Found, NotCompared, Predicted, Question, ask
+from workshop.exercises.predict import (
+    Chosen,
+    Found,
+    NotCompared,
+    Predicted,
+    Question,
+    ask,
+    disturbed,
+)
 from workshop.labs import LabRow, LabRun
 from workshop.run import timing
 
@@ -159,6 +167,8 @@ def _runs(work: Work) -> Iterator[Item]:
         f"{float(m.single.metrics['plain_ms'] or 0):,.1f}"
     )
     yield Item(True, f"your runs: {first.subject}, fp32 and {half}, {first.device['name']}", note)
+    rows = (*m.full.rows, *m.half.rows)
+    yield from disturbed((m.single, *(run for row in rows for run in row.runs)))
 
 
 # --- the participant's runs ----------------------------------------------------------------------

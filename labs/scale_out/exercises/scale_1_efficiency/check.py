@@ -6,18 +6,15 @@ from dataclasses import dataclass
 
 from labs.scale_out.collectives import UNIT, bus_factor
 from workshop.exercises.frame import Item, Missing, Work
-from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
+from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask, disturbed
 from workshop.labs import LabRun
 from workshop.run import flops, presets
-from workshop.run.timing import median, spread
+from workshop.run.timing import median
 from workshop.versions import load
 
 PARTS = 8
 MARGIN = 1.03
 """How far an efficiency may exceed what is possible: no two runs take the same time."""
-UNEVEN = 0.25
-"""The interquartile range of step times over their median above which other programs ran; in the
-solution's runs it is 0.12 at most."""
 CPU = "--config tiny --batch-size {} --seq-len 64 --compile none --num-steps 40 --device cpu"
 TORCHRUN = "torchrun --standalone --nproc-per-node 2"
 FOLDER = "labs/scale_out"
@@ -127,17 +124,13 @@ def _quiet(work: Work) -> Iterator[Item]:
     steps are not, since some machines are never quiet."""
     m, what = measured(work), "the runs were not disturbed"
     again = "other programs disturbed a run: repeat both on a quiet machine"
-    runs = (m.alone, m.pair, m.parts_alone, m.parts)
-    uneven = [run.variant for run in runs if spread(run.step_ms) > UNEVEN]
     if max(m.percent, m.parts_percent) > 100 * MARGIN:
         yield Item(False, what, f"an efficiency is above 100%: {again}")
     elif m.parts_percent * MARGIN < m.percent:
         yield Item(False, what, f"{PARTS} parts are less efficient than one: {again}")
-    elif uneven:
-        yield Item(True, "the runs", f"the steps of {uneven[0]} differ much in time: if other "
-                   "programs ran, repeat it on a quiet machine")  # fmt: skip
     else:
-        yield Item(True, what)
+        warnings = list(disturbed((m.alone, m.pair, m.parts_alone, m.parts)))
+        yield from warnings or [Item(True, what)]
 
 
 QUESTIONS: tuple[Question[Measured], ...] = (
