@@ -75,8 +75,9 @@ def _main(options: Options) -> int:
     failed = False
     if not options.show:
         results.prepare_folder(folder)
-        for number in dict.fromkeys(options.stages or known):
-            failed |= not run(known[number], options.device, folder)
+        chosen = [known[number] for number in dict.fromkeys(options.stages or known)]
+        for count, stage in enumerate(chosen, 1):
+            failed |= not run(stage, f"stage {count} of {len(chosen)}", options.device, folder)
     found = load_all(folder)
     if not found and not failed:
         raise WorkshopError(f"{folder}: no stage has been run: leave --show out")
@@ -84,28 +85,39 @@ def _main(options: Options) -> int:
     return errors.ANSWER_IS_NO if failed else errors.DONE
 
 
-def run(stage: Path, device: str, folder: Path) -> bool:
-    """Runs a stage, and says on stderr how it ended; whether it has a result.
+def run(stage: Path, count: str, device: str, folder: Path) -> bool:
+    """Runs a stage, and says on stderr how far it is and how it ended; whether it has a result.
+
+    Args:
+        count: the stage's place, as in "stage 3 of 6".
 
     Raises:
         NotOnThisMachine: it can't be run here.
     """
     # An old result beside a failure would pass for a new one.
     (folder / f"{stage.stem}.json").unlink(missing_ok=True)
-    print(f"{stage.stem} ...", file=sys.stderr, flush=True)
-    begin = time.perf_counter()
+    from rich.console import Console
+
+    console, begin = Console(stderr=True, highlight=False, markup=False), time.perf_counter()
     # A session of its own: Ctrl-C at the terminal reaches us alone, and we pass it on once.
     process = subprocess.Popen(
         [sys.executable, str(stage), "--device", device, "--output-dir", str(folder)],
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
         start_new_session=True,
     )
-    with processes.ended_with_us(process):
+    assert process.stdout is not None and process.stderr is not None
+    with processes.ended_with_us(process), console.status(f"{count}: {stage.stem}") as status:
         try:
-            _, complaints = process.communicate()
+            for line in process.stdout:
+                if console.is_terminal:
+                    status.update(f"{count}: {stage.stem}: {line.strip()}")
+                else:
+                    console.print(f"{count}: {stage.stem}: {line.strip()}", soft_wrap=True)
+            complaints = process.stderr.read()
+            process.wait()
         except BaseException:
             processes.stop(process, _SECONDS_TO_STOP)
             raise
@@ -115,7 +127,7 @@ def run(stage: Path, device: str, folder: Path) -> bool:
     ended = f"done in {time.perf_counter() - begin:.0f} s"
     if process.returncode:
         ended = f"failed: exit {process.returncode}: {message}"
-    print(f"{stage.stem}: {ended}", file=sys.stderr)
+    console.print(f"{count}: {stage.stem}: {ended}", soft_wrap=True)
     return process.returncode == errors.DONE
 
 
