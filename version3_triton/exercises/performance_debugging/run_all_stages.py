@@ -77,7 +77,7 @@ def _main(options: Options) -> int:
         results.prepare_folder(folder)
         chosen = [known[number] for number in dict.fromkeys(options.stages or known)]
         for count, stage in enumerate(chosen, 1):
-            failed |= not run(stage, f"stage {count} of {len(chosen)}", options.device, folder)
+            failed |= not run(stage, f"{count} of {len(chosen)}", options.device, folder)
     found = load_all(folder)
     if not found and not failed:
         raise WorkshopError(f"{folder}: no stage has been run: leave --show out")
@@ -89,7 +89,7 @@ def run(stage: Path, count: str, device: str, folder: Path) -> bool:
     """Runs a stage, and says on stderr how far it is and how it ended; whether it has a result.
 
     Args:
-        count: the stage's place, as in "stage 3 of 6".
+        count: the stage's place, as in "3 of 6".
 
     Raises:
         NotOnThisMachine: it can't be run here.
@@ -97,37 +97,40 @@ def run(stage: Path, count: str, device: str, folder: Path) -> bool:
     # An old result beside a failure would pass for a new one.
     (folder / f"{stage.stem}.json").unlink(missing_ok=True)
     from rich.console import Console
+    from rich.text import Text
 
+    name = f"{stage.stem} ({count})"
     console, begin = Console(stderr=True, highlight=False, markup=False), time.perf_counter()
     # A session of its own: Ctrl-C at the terminal reaches us alone, and we pass it on once.
     process = subprocess.Popen(
         [sys.executable, str(stage), "--device", device, "--output-dir", str(folder)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         start_new_session=True,
     )
-    assert process.stdout is not None and process.stderr is not None
-    with processes.ended_with_us(process), console.status(f"{count}: {stage.stem}") as status:
+    assert process.stdout is not None
+    last = "no message"
+    with processes.ended_with_us(process), console.status(name) as status:
         try:
-            for line in process.stdout:
+            for line in filter(None, map(str.strip, process.stdout)):
+                last, said = line, f"{name}: {line}"
                 if console.is_terminal:
-                    status.update(f"{count}: {stage.stem}: {line.strip()}")
+                    status.update(Text(said))
                 else:
-                    console.print(f"{count}: {stage.stem}: {line.strip()}", soft_wrap=True)
-            complaints = process.stderr.read()
+                    console.print(said, soft_wrap=True)
             process.wait()
         except BaseException:
             processes.stop(process, _SECONDS_TO_STOP)
             raise
-    message = (complaints.strip() or "no message").splitlines()[-1].removeprefix("error: ")
+    message = last.removeprefix("error: ")
     if process.returncode == errors.NOT_ON_THIS_MACHINE:
         raise NotOnThisMachine(message)
     ended = f"done in {time.perf_counter() - begin:.0f} s"
     if process.returncode:
         ended = f"failed: exit {process.returncode}: {message}"
-    console.print(f"{count}: {stage.stem}: {ended}", soft_wrap=True)
+    console.print(f"{name}: {ended}", soft_wrap=True)
     return process.returncode == errors.DONE
 
 
