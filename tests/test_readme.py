@@ -88,7 +88,7 @@ def test_the_documents_commands_run_on_a_cpu(command, folder, clean_results, tmp
 def shortened(line: str, small: str) -> str:
     if "run_pytorch_profiler.py" in line:  # what follows -- goes to the version
         return f"{line} {small}" if " -- " in line else f"{line} -- {small}"
-    line = re.sub(r"--num-steps \d+", f"{small} {STEPS}", line)
+    line = re.sub(r" --num-steps \d+|(?<=tiny_llama_v1\.py)$", f" {small} {STEPS}", line)
     return re.sub(r"--batch-size \d+", "--batch-size 1", line)
 
 

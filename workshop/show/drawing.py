@@ -107,12 +107,15 @@ def draw_all(charts: Sequence[Chart]) -> Iterator[Chart]:
     _charts = charts
     cores = min(os.cpu_count() or 1, len(charts))
     if cores < 2 or not hasattr(os, "fork"):
-        yield from charts
-        return
+        return iter(charts)
     with warnings.catch_warnings():
         # Python 3.12 warns of threads: those of numpy's library, which a fork does not harm.
         warnings.simplefilter("ignore", DeprecationWarning)
         processes = multiprocessing.get_context("fork").Pool(cores, _leave_signals)
+    return _collected(charts, processes)
+
+
+def _collected(charts: Sequence[Chart], processes: Any) -> Iterator[Chart]:
     with processes:
         for chart, markup in zip(charts, processes.imap(_markup, range(len(charts))), strict=True):
             chart.__dict__["markup"] = markup
