@@ -320,7 +320,7 @@ def show_rates(arguments: argparse.Namespace, device: torch.device) -> int:
     if stored:
         print(f"from storage, files that are not in memory, one core reads {stored:,.0f} images/s")
     print(
-        f"from memory one core reads {measure_rung.read_rate(images):,.0f} images/s and decodes "
+        f"one core reads {measure_rung.read_rate(images):,.0f} images/s and decodes "
         f"{measure_rung.decode_rate(images):,.0f}\n"
         f"one worker prepares {worker:,.0f} images/s: it reads, decodes, crops, normalises\n"
         f"the model takes {model:,.0f} images/s of batches that lie on the device\n"
