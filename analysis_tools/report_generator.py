@@ -48,12 +48,10 @@ def _report(options: Options) -> int:
     errors.require("jinja2", "matplotlib", "rich")
     # These import torch, which --help does not need.
     import torch
-    from rich.console import Console
-    from rich.text import Text
 
-    from workshop import results
+    from workshop import results, tables
     from workshop.collection import Collection
-    from workshop.show import page
+    from workshop.show import drawing, page
 
     torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
     collection = Collection(options.results or [results.DEFAULT_FOLDER])
@@ -63,17 +61,21 @@ def _report(options: Options) -> int:
         raise WorkshopError(
             f"{target} exists, and your notes may be in it: move it, or choose another --output-dir"
         )
-    with Console(stderr=True).status("reading results") as status:
-        collection.refresh()
-        parts = page.read(collection)
-        html = None
-        if parts:
-            results.prepare_folder(folder)  # before the charts, which take time
-        if options.sheet:
-            html = page.sheet(parts, folder, _exercises(collection.folders[0]))
-        elif parts:
-            made = page.make(parts, title="Training results")
-            html = page.html_page(made, folder, progress=lambda what: status.update(Text(what)))
+    print("reading results ...", flush=True)
+    collection.refresh()
+    parts = page.read(collection)
+    html = None
+    if parts:
+        results.prepare_folder(folder)  # before the charts, which take time
+    if options.sheet:
+        html = page.sheet(parts, folder, _exercises(collection.folders[0]))
+    elif parts:
+        made = page.make(parts, title="Training results")
+        charts = [*made.charts.values()]
+        print(f"drawing {len(charts)} charts ...", flush=True)
+        for _ in tables.tracked(drawing.draw_all(charts), "charts", len(charts)):
+            pass
+        html = page.html_page(made, folder)
     if html is None:
         what = "runs of yours" if options.sheet else "result in it"
         named = ", ".join(map(str, collection.folders))

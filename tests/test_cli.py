@@ -263,16 +263,24 @@ def test_a_run_prints_what_it_saves(key, run, start, tmp_path) -> None:
     compile_mode, data_name = saved.options["compile"], saved.data["name"]
     for value in (saved.device["name"], saved.precision, compile_mode, data_name):
         assert f"{value}\n" in finished.stdout
-    assert re.search(r"^gate: pass: gradients 11/11; worst .*allowed$", finished.stdout, re.M)
+    assert re.search(r"^gate: pass: gradients 11/11; closest .* allowed .*$", finished.stdout, re.M)
     assert (saved.setup_s["compile"] > 0) == (compile_mode != "none")
 
+    numbers = re.findall(r"^step (\d+): loss ([\d.]+), (.*)$", finished.stdout, re.M)
+    assert [(int(step), loss) for step, loss, _ in numbers] == [
+        (step, f"{loss:.4f}") for step, loss in enumerate(saved.losses, 1)
+    ]
+    assert [took for *_, took in numbers] == ["warm-up, not timed"] + [
+        f"time {ms:.2f}ms, {32e3 / ms:,.0f} tokens/s" for ms in saved.step_ms
+    ]
     shown = summary(finished)
     assert shown["speed"] == f"{2e3 / step_ms:,.1f} samples/s, {32e3 / step_ms:,.0f} tokens/s"
-    assert shown["batch"].startswith(f"{step_ms:.2f} ms (median of 3, half within ")
+    assert shown["step"].startswith(f"{step_ms:.2f} ms (median of 3 steps, ")
     for phase in ("forward", "backward", "optimizer"):
         median = statistics.median(getattr(saved, f"{phase}_ms"))
         assert shown[phase] == f"{median:.2f} ms"
-    assert shown["loss"] == f"{saved.losses[0]:.4f} in step 1, {saved.losses[-1]:.4f} in step 4"
+    first, last = saved.losses[0], saved.losses[-1]
+    assert shown["loss"] == f"{first:.4f} in step 1, before any update; {last:.4f} in step 4"
     memory = saved.memory_mb
     assert shown["memory"] == (
         f"{memory['peak']:,.0f} MB peak (weights {memory['weights']:,.0f}, gradients "
@@ -306,12 +314,12 @@ def test_nothing_but_torch_is_needed(start, tmp_path) -> None:
     finished = start("v1", PYTHONPATH=str(tmp_path))
     assert finished.returncode == 0, finished.stderr
     assert "Traceback" not in finished.stderr
-    assert {"speed", "batch", "loss", "memory", "rate", "gate"} <= summary(finished).keys()
+    assert {"speed", "step", "loss", "memory", "rate", "gate"} <= summary(finished).keys()
 
 
 def test_the_loss_falls_on_text(run, tmp_path) -> None:
     finished = run("v1", "--num-steps", "60", "--learning-rate", "3e-3", "--no-gate")
-    match = re.fullmatch(r"([\d.]+) in step 1, ([\d.]+) in step 61", summary(finished)["loss"])
+    match = re.fullmatch(r"([\d.]+) in step 1, .*; ([\d.]+) in step 61", summary(finished)["loss"])
     assert match, finished.stdout
     assert 5.4 < float(match[1]) < 6.2  # ln(300) is 5.7
     assert float(match[2]) < 4
@@ -342,6 +350,28 @@ def test_interpreted_steps_are_few_unless_more_are_asked_for(device, monkeypatch
     assert request.schedule == trainer.Schedule(warmup=2, timed=7, phases=0)
     with pytest.raises(WorkshopError, match=r"^--cuda-graph .*; use --no-cuda-graph"):
         triton_request(monkeypatch, device, "--cuda-graph")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--batch-size 8 --num-steps 20", ["21 steps of 8 x 128 tokens", "23 min", "3 min"]),
+        ("--batch-size 2 --seq-len 33 --num-steps 2", ["3 steps of 2 x 33 tokens", "3 min"]),
+        ("--batch-size 1 --seq-len 512 --no-gate", ["4 steps of 1 x 512 tokens", "2 min", "28 s"]),
+    ],
+)
+def test_an_interpreted_run_says_how_long_it_will_take(words, said, monkeypatch, capsys) -> None:
+    """One step of up to 128 tokens takes 7 s here."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    request = triton_request(monkeypatch, "cpu", *words.split())
+    shapes, times = [], iter([0.0, 7.0])
+    monkeypatch.setattr(trainer, "train_losses", lambda *a: shapes.append(a[2].shape))
+    monkeypatch.setattr(cli.time, "perf_counter", lambda: next(times))
+    batches = torch.zeros(4, 2, request.batch_size, request.seq_len, dtype=torch.int64)
+    cli._say_how_long(request, request.build(), batches)
+    assert shapes == [(1, 2, 1, min(request.seq_len, 128))]
+    shown = capsys.readouterr().out
+    assert said[0] in shown and re.findall(r"about (\d+ \w+)", shown) == said[1:]
 
 
 def test_compiled_kernels_are_measured_like_any_others(monkeypatch) -> None:
@@ -390,7 +420,7 @@ def interrupted(output: Path, *words: str, after: str) -> Finished:
 
 
 def test_ctrl_c_saves_the_completed_steps(tmp_path) -> None:
-    finished = interrupted(tmp_path, "--no-gate", after="\nstep ")
+    finished = interrupted(tmp_path, "--no-gate", after="\nstep 2: ")
     assert finished.returncode == 130, finished.stderr
     assert finished.stderr == ""
     run = the_run(tmp_path)  # valid, and no temporary file beside it
@@ -398,7 +428,7 @@ def test_ctrl_c_saves_the_completed_steps(tmp_path) -> None:
     assert 1 <= len(run.step_ms) < 100_000
     assert len(run.losses) == 1 + len(run.step_ms)  # the warm-up's too
     assert "Summary of an interrupted run" in finished.stdout
-    assert f"(median of {len(run.step_ms)}, " in finished.stdout
+    assert f"(median of {len(run.step_ms)} steps, " in finished.stdout
     assert run.plausibility == []  # a backward pass cut short is no severed one
 
 

@@ -537,4 +537,4 @@ def test_the_number_of_workers_follows_from_the_rates(made, capsys) -> None:
     printed = capsys.readouterr().out
     assert "one worker prepares" in printed and "workers that follow: " in printed
     if hasattr(os, "posix_fadvise"):
-        assert "the storage gives one core" in printed
+        assert "from storage, files that are not in memory, one core" in printed

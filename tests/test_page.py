@@ -335,7 +335,11 @@ def test_the_report_is_one_file_of_all_folders(tmp_path, capsys) -> None:
     assert report_generator.main(list(map(str, words))) == 0
     assert capsys.readouterr().err == ""
     assert [path.name for path in folder.iterdir()] == ["report.html"]
-    headings = parse((folder / "report.html").read_text(encoding="utf-8")).headings
+    written = (folder / "report.html").read_text(encoding="utf-8")
+    parts = results_of(tmp_path / "theirs", tmp_path / "own").parts
+    drawn_here = page.html_page(page.make(parts, title="Training results"), folder)
+    assert written == drawn_here and written.count("<svg") > 4  # from several processes
+    headings = parse(written).headings
     assert headings[0] == "Training results"
     assert headings.index("My GPU") < headings.index("NVIDIA H200")  # the newest run's is first
     (tmp_path / "empty").mkdir()

@@ -222,7 +222,7 @@ def test_torch_profiler_on_a_cpu(key: str, type_command: TypeCommand, tmp_path: 
         rows = {row["operator"]: row for row in csv.DictReader(file)}
     kernels = {kernel["name"]: kernel for kernel in table["kernels"]}
     assert int(rows["aten::mm"]["count"]) == kernels["aten::mm"]["calls"]
-    assert "aten::mm" in answer.stdout and "in 2 steps" in answer.stdout
+    assert "aten::mm" in answer.stdout and "mean of 2 steps" in answer.stdout
     command = f"python run_pytorch_profiler.py --output-dir {folder} --steps 2 -- --device"
     assert answer.stdout.startswith(command)
     run = records.load_run(folder / "run.jsonl")

@@ -411,13 +411,19 @@ def test_kernels_can_be_told_apart_at_any_width(
 
 def test_the_hot_list_has_every_figure_of_the_tool() -> None:
     hot = show.hot_list(TABLE, 1)
-    figures = {"calls": "6", "total ms": "0.003", "mean µs": "0.5", "min": "0.4", "max": "0.6"}
+    figures = {
+        "calls a step": "2",
+        "ms a step": "0.001",
+        "mean µs": "0.5",
+        "min": "0.4",
+        "max": "0.6",
+    }
     figures |= {"share": "99.7%", "GB/s": "333", "TFLOP/s": "666.7"}
     assert hot.header == ["kernel", "category", *figures]
     kernel, rest = (list(line.cells) for line in hot.lines)
     assert kernel == ["nvjet_tst_128x64", "GEMM", *figures.values()]
-    assert rest == ["1 more", "", "1", "0.000", "", "", "", "0.3%", "", ""]
-    assert "GPU busy 0.003 of 0.005 ms (60.2%), idle 0.002 ms" in hot.notes
+    assert rest == ["1 more", "", "0.3", "0.000", "", "", "", "0.3%", "", ""]
+    assert "GPU busy 0.001 of 0.002 ms a step (60.2%), idle 0.001 ms" in hot.notes
 
 
 # --- as a user types it --------------------------------------------------------------------------

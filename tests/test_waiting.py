@@ -9,7 +9,7 @@ import pytest
 from test_compare import FEW_STEPS, SHRINK_PRESET, copy_repository, tool
 from test_results import make_result
 
-from workshop import records
+from workshop import progress, records
 from workshop.compare import regression, rows, waterfall
 from workshop.results import RunResult
 from workshop.run import timing, waiting
@@ -99,3 +99,22 @@ def test_a_disturbed_run_is_measured_again_once_and_both_are_kept(
         run for run in runs if not run.waited_share or (all(waits) and "again" not in run.options)
     ]
     assert row["step_ms"] == timing.median([ms for run in used for ms in run.step_ms])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5000, "83 min"), (7200, "2 h")],
+)
+def test_times_are_told_in_words(seconds, words) -> None:
+    assert progress.about(seconds) == words
+
+
+def test_long_work_says_now_and_then_how_far_it_is(monkeypatch, capsys) -> None:
+    """Ten items of 15 s each."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    for _ in progress.told(range(10), "epoch 1", 10):
+        now[0] += 15
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == [f"epoch 1: {n} of 10" for n in (2, 4, 6, 8)]
+    assert lines[0] == "epoch 1: 2 of 10, about 2 min left"

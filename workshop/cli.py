@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from types import ModuleType
 
-from torch import nn
+from torch import Tensor, nn
 
-from workshop import errors, records, results, versions
+from workshop import errors, progress, records, results, versions
 from workshop.arguments import parse
 from workshop.gate import canonical, gate_size, parity, plausibility
 from workshop.judge import candidate
@@ -37,6 +37,10 @@ _EXIT_STATUS = {
 NOT_JUDGED = "not judged: this process timed itself; analysis_tools/compare_versions.py judges"
 _PROGRESS_LINES = 10
 _SECONDS_OF_SILENCE = 10.0
+_TILE = 128
+"""Tokens of a sequence for which a step takes as long in the interpreter as for one."""
+_STEPS_OF_A_GATE = 10
+"""The gate trains nine steps, and runs one forward pass more."""
 
 
 def main(module: ModuleType, argv: list[str] | None = None) -> int:
@@ -78,6 +82,8 @@ def _gate_train_save(request: Request) -> int:
     print_configuration(request, data_record)
     startup.watch_compilers(torch_compile=request.compile_mode != "none")
     model = request.build()
+    if request.interpreted:
+        _say_how_long(request, model, batches)
     if not arguments.no_gate:
         start = time.perf_counter()
         report = _gate(request, model)
@@ -89,13 +95,17 @@ def _gate_train_save(request: Request) -> int:
             return _finish(request, result)
     canonical.load_canonical(model, canonical.canonical_state(request.config, arguments.seed))
     request.precision.set_matmul_mode()
-    print(f"warming up for {request.schedule.warmup} steps ...", flush=True)
+    schedule = request.schedule
+    print(
+        f"training: {schedule.warmup} steps to warm up, then {schedule.timed} timed ones ...",
+        flush=True,
+    )
     training = trainer.train(
         model,
         request.module.configure_optimizer(model, arguments.learning_rate),
         batches,
         request.precision,
-        schedule=request.schedule,
+        schedule=schedule,
         cuda_graph=request.cuda_graph,
         progress=_progress(request),
     )
@@ -134,6 +144,33 @@ def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
     return report
 
 
+def _say_how_long(request: Request, model: nn.Module, batches: Tensor) -> None:
+    """Trains one step of a single sequence in Triton's interpreter, and says from its time how long
+    the run will take. The model's weights are replaced after that."""
+    own = (request.batch_size, request.seq_len, request.schedule.steps)
+    length = min(request.seq_len, _TILE)
+    print(f"training one step of 1 x {length} tokens, to see how long it takes ...", flush=True)
+    optimizer = request.module.configure_optimizer(model, request.arguments.learning_rate)
+    start = time.perf_counter()
+    trainer.train_losses(model, optimizer, batches[:1, :, :1, :length], request.precision)
+    step_s = time.perf_counter() - start
+
+    def seconds(batch_size: int, seq_len: int, steps: int) -> float:
+        """The time grows with the number of the kernels' programs, and that with both sizes."""
+        of_gate, _ = interpreter.gate_shape(batch_size, seq_len)
+        gate_steps = 0 if request.arguments.no_gate else _STEPS_OF_A_GATE * of_gate
+        # One more step measures the memory.
+        return step_s * (gate_steps + (steps + 1) * batch_size * max(1, seq_len / _TILE))
+
+    text = f"it took {progress.about(step_s)}: {own[2]} steps of {own[0]} x {own[1]} tokens"
+    gate = "" if request.arguments.no_gate else " and the gate"
+    print(f"{text}{gate} will take about {progress.about(seconds(*own))}")
+    quick = (min(own[0], 2), min(own[1], 33), request.schedule.warmup + 2)
+    if seconds(*quick) < seconds(*own) / 2:
+        flags = f"--batch-size {quick[0]} --seq-len {quick[1]} --num-steps 2"
+        print(f"for a quicker run try {flags}: about {progress.about(seconds(*quick))}")
+
+
 def _now_and_then() -> trainer.Notify:
     """Prints what the gate is at, but nothing of one that is done in seconds."""
     last = time.monotonic()
@@ -148,23 +185,23 @@ def _now_and_then() -> trainer.Notify:
 
 
 def _progress(request: Request) -> trainer.Progress:
-    """Prints a line every few of the timed steps."""
+    """Prints a line for the first step, whose loss is that of the initial weights, and for some of
+    the timed ones."""
     warmup, last = request.schedule.warmup, request.schedule.steps
-    every = max(1, request.schedule.timed // _PROGRESS_LINES)
+    every = 1 if request.interpreted else max(1, request.schedule.timed // _PROGRESS_LINES)
 
-    def report(step: int, loss: float, milliseconds: float) -> None:
-        if step not in (warmup + 1, last) and (step - warmup) % every:
+    def report(step: int, loss: float, milliseconds: float | None) -> None:
+        if milliseconds is None:
+            speed = "warm-up, not timed"
+        elif step not in (warmup + 1, last) and (step - warmup) % every:
             return
-        samples = request.batch_size / milliseconds * 1e3
-        speed = (
-            f"{samples:9,.1f} samples/s  {samples * request.seq_len:11,.0f} tokens/s  "
-            f"{milliseconds:8.2f} ms"
-        )
-        print(
-            f"step {step:>{len(str(last))}}/{last}  loss {loss:7.4f}  "
-            f"{interpreter.NOT_COMPARABLE if request.interpreted else speed}",
-            flush=True,
-        )
+        elif request.interpreted:
+            left = progress.about((last - step) * milliseconds / 1e3)
+            speed = f"interpreted, about {left} left"
+        else:
+            tokens = request.batch_size * request.seq_len / milliseconds * 1e3
+            speed = f"time {milliseconds:.2f}ms, {tokens:,.0f} tokens/s"
+        print(f"step {step}: loss {loss:.4f}, {speed}", flush=True)
 
     return report
 
@@ -228,7 +265,8 @@ def _speeds(request: Request, result: RunResult) -> dict[str, str]:
     phases = {name.removesuffix("_ms"): getattr(result, name) for name in PHASE_TIMES}
     return {
         "speed": f"{samples:,.1f} samples/s, {samples * request.seq_len:,.0f} tokens/s",
-        "batch": f"{step_ms:.2f} ms (median of {len(result.step_ms)}, half within {spread:.1%})",
+        "step": f"{step_ms:.2f} ms (median of {len(result.step_ms)} steps, interquartile range "
+        f"{spread:.1%})",
         **{name: f"{timing.median(times):.2f} ms" for name, times in phases.items() if times},
     }
 

@@ -418,4 +418,4 @@ def print_lines(values: Mapping[str, str]) -> None:
 def first_and_last(losses: list[float | None]) -> str:
     """A run's loss in step 1 and in the last timed step, as `trainer.Schedule` numbers them."""
     first, last = ("not finite" if x is None else f"{x:.4f}" for x in (losses[0], losses[-1]))
-    return f"{first} in step 1, {last} in step {len(losses)}"
+    return f"{first} in step 1, before any update; {last} in step {len(losses)}"

@@ -12,13 +12,14 @@ import itertools
 import json
 import os
 import re
+import sys
 import urllib.parse
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from workshop import results
+from workshop import progress, results
 from workshop.errors import printable
 
 T = TypeVar("T")
@@ -148,16 +149,17 @@ def terminal() -> Any:
 def tracked(
     items: Iterable[T], what: str, total: int | None = None, *, quiet: bool = False
 ) -> Iterable[T]:
-    """The items, with progress where stderr is a terminal and there is rich."""
-    if quiet or importlib.util.find_spec("rich") is None:
+    """The items, with progress: a bar where stderr is a terminal and there is rich, else a line now
+    and then."""
+    if quiet:
         return items
+    total = len(items) if isinstance(items, Sized) else total
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        return items if total is None else progress.told(items, what, total)
     from rich.console import Console
     from rich.progress import track
 
-    console = Console(stderr=True)
-    return track(
-        items, what, total, console=console, disable=not console.is_terminal, transient=True
-    )
+    return track(items, what, total, console=Console(stderr=True), transient=True)
 
 
 # --- Markdown ------------------------------------------------------------------------------------

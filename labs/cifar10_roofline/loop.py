@@ -345,7 +345,8 @@ def _epoch(ready: Run, clock: Clock, losses: list[Tensor]) -> None:
     training.model.train()
     drawn = go()
     batches = ready.batches.epoch(drawn["seed"], ready.epoch)
-    for images, labels in tables.tracked(batches, f"epoch {ready.epoch + 1}", steps):
+    name, judged = f"epoch {ready.epoch + 1}", ready.turn.judged
+    for images, labels in tables.tracked(batches, name, steps, quiet=judged):
         losses.append(training.step(images, labels))
         clock.mark()
         if training.done == drawn["until"] and training.done % steps:
@@ -425,6 +426,7 @@ def _finish(ready: Run, losses: list[Tensor], epochs: int) -> int:
         "images_per_s_last_epoch": ready.history[-1]["images_per_s"],
     }
     torch.cuda.empty_cache()  # the judge's network has the same device
+    print("gate: doing four of the steps again, each alone in fp32 ...", flush=True)
     ready.turn.answer(partial(_show, ready), record)
     time_epochs(record, record.step_ms, epochs)
     dtype = PRECISIONS[training.variant.precision].autocast_dtype

@@ -318,7 +318,7 @@ def show_rates(arguments: argparse.Namespace, device: torch.device) -> int:
     worker, model = measure_rung.worker_rate(source, loop), measure_rung.model_rate(loop)
     stored = measure_rung.storage_rate(images)
     if stored:
-        print(f"the storage gives one core {stored:,.0f} images/s that are not in memory")
+        print(f"from storage, files that are not in memory, one core reads {stored:,.0f} images/s")
     print(
         f"one core reads {measure_rung.read_rate(images):,.0f} images/s and decodes "
         f"{measure_rung.decode_rate(images):,.0f}\n"

@@ -20,6 +20,7 @@ from labs.inference_benchmark.measure import Bench
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop import errors, labs, records, results
 from workshop.errors import OutOfMemory, WorkshopError
+from workshop.gate import parity
 from workshop.judge import lab_record
 from workshop.judge.turn import Turn
 from workshop.labs import LabRun, percentile
@@ -333,8 +334,7 @@ def _gate(run: LabRun) -> list[str]:
     closest = run.gate.closest()
     words = f"Gate: {run.gate.status}"
     if closest is not None:
-        name, error, allowed = closest
-        words += f"; {name}: error {error:.1e} of {allowed:.1e} allowed ({run.gate.reference})"
+        words += f"; {parity.closest(*closest)} ({run.gate.reference})"
     for name, found in run.gate.measures.items():
         if found["allowed"] == 0:  # a count
             words += f"; {name}: {found['error']}"

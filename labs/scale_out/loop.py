@@ -212,7 +212,8 @@ class Training(trainer.Runner):
     def get_ready(self) -> None:
         """Trains the steps of the warm-up."""
         self.precision.set_matmul_mode()
-        print(f"warming up for {self.warmup} steps ...", flush=True)
+        timed = len(self._batches) - self.warmup
+        print(f"training: {self.warmup} steps to warm up, then {timed} timed ones ...", flush=True)
         self.setup_s = trainer.warm_up(self, self.warmup)
 
     def train(self) -> None:
@@ -264,8 +265,8 @@ class Training(trainer.Runner):
         if step in (1, timed) or step % max(1, timed // 10) == 0:
             tokens = self.job.asked.batch_size * self.job.asked.seq_len / ms * 1e3
             print(
-                f"step {self.first + number:>{len(str(self.last))}}/{self.last}  loss of rank 0 "
-                f"{loss:7.4f}  {tokens:11,.0f} tokens/s  {ms:8.2f} ms",
+                f"step {self.first + number}: loss of rank 0 {loss:.4f}, time {ms:.2f}ms, "
+                f"{tokens:,.0f} tokens/s",
                 flush=True,
             )
 
@@ -391,7 +392,7 @@ def _print_summary(record: LabRun) -> None:
     print("Summary")
     request.print_lines({
         "speed": f"{record.units_per_step / ms * 1e3:,.0f} tokens/s of all processes",
-        "step": f"{ms:.2f} ms (median of {len(record.step_ms)}, half within "
+        "step": f"{ms:.2f} ms (median of {len(record.step_ms)} steps, interquartile range "
                 f"{spread(record.step_ms):.1%})",
         "loss": f"{request.first_and_last(record.losses)}, of all processes",
         "memory": f"{peak:,.0f} MB peak a GPU" if peak else "",

@@ -342,9 +342,8 @@ def summary(audit: results.Audit) -> str:
     if audit.status == "not run":
         return audit.why
     verdict = PASS if audit.status == "pass" else f"{FAIL}, {len(audit.failures)} reasons"
-    line = f"{verdict}: {audit.steps} steps as {audit.reference}"
+    line = f"{verdict}: {audit.steps} steps, compared with {audit.reference}"
     closest = audit.closest()
     if closest is not None:
-        name, error, allowed = closest
-        line += f"; worst {name}, error {error:.1e} of {allowed:.1e} allowed"
+        line += f"; {parity.closest(*closest)}"
     return line if audit.seconds is None else f"{line} ({audit.seconds:.1f} s)"

@@ -142,6 +142,14 @@ def badness(measure: Measure) -> float:
     return math.inf if math.isnan(measure.error) else measure.error / measure.allowed
 
 
+def closest(name: str, error: float, allowed: float) -> str:
+    """A sentence on the quantity that comes closest to its limit, or is furthest beyond it."""
+    kind, _, weight = name.partition(" of ")
+    words = {"direction": "the direction in which {} moved", "movement": "how far {} moved"}
+    named = words[kind].format(weight) if kind in words else name
+    return f"closest to its limit: {named}, off by {error:.1e}, allowed {allowed:.1e}"
+
+
 @dataclass
 class ParityReport:
     """The gate's findings. `failures` are sentences; the list is empty if `passed`."""
@@ -167,7 +175,7 @@ class ParityReport:
         line = f"{verdict}: gradients {self.tensors_with_grad}/{self.tensors_total}"
         if self.measures:
             name, measure = self.worst
-            line += f"; worst {name}, error {measure.error:.1e} of {measure.allowed:.1e} allowed"
+            line += f"; {closest(name, measure.error, measure.allowed)}"
         return line
 
     def record(self) -> results.Parity:

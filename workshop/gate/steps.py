@@ -278,9 +278,13 @@ def audit(
         ),
     }
     if weight_decay:
-        missing = functools.partial(_missing_decay, steps, true, weight_decay)
-        allowed = MOST_TIMES * missing(own) + DECAY
-        measures["weight decay"] = Measure(missing(same.found), allowed, missing(own))
+        weights = [
+            {name: sketch(weight, name) for name, weight in step.before.weights.items()}
+            for step in steps
+        ]
+        missing = functools.partial(_missing_decay, weights, true, weight_decay)
+        lost = missing(own)
+        measures["weight decay"] = Measure(missing(same.found), MOST_TIMES * lost + DECAY, lost)
     for group in _by_tensor(steps, same):
         if group:  # of each kind the worst is shown
             worst = max(group, key=lambda name: badness(group[name]))
@@ -369,14 +373,18 @@ def _by_tensor(steps: Sequence[Step], same: _SameSteps) -> Iterator[dict[str, Me
 
 
 def _missing_decay(
-    steps: Sequence[Step], true: _Results, weight_decay: float, results: _Results
+    weights: Sequence[dict[str, Tensor]], true: _Results, weight_decay: float, results: _Results
 ) -> float:
     """The share of the weight decay that is missing. A gradient hardly lies along the weights that
-    a norm follows, nor do its roundings, and decay does."""
+    a norm follows, nor do its roundings, and decay does.
+
+    Args:
+        weights: sketches of each step's weights.
+    """
     along = asked = 0.0
-    for step, one, true_one in zip(steps, results, true, strict=True):
+    for its, one, true_one in zip(weights, results, true, strict=True):
         for name, gradient in true_one.gradients.items():
-            weight = sketch(step.before.weights[name], name)
+            weight = its[name]
             along += float((gradient - one.gradients[name]) @ weight)
             asked += weight_decay * float(weight @ weight)
     return _number(abs(along / asked))

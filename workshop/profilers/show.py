@@ -14,22 +14,24 @@ _READABLE_NAME, _NAME_ON_A_PAGE = 30, 60
 """Characters of a name: below the first, figures that can be done without make room for it."""
 _DISPENSABLE = ("max", "min", "mean µs", "calls")
 """The headings of those, the first to go first."""
-_Column = tuple[str, Callable[[Kernel, float], float | None]]
-"""Format, and the figure of a kernel and the total of all."""
+_Column = tuple[str, Callable[[Kernel, KernelTable], float | None]]
+"""Format, and the figure of a kernel in its table."""
 _COLUMNS: dict[str, _Column] = {
-    "calls": (",", lambda k, total: k.calls),
-    "total ms": (",.3f", lambda k, total: k.total_ns / 1e6),
-    "mean µs": (",.1f", lambda k, total: k.mean_ns / 1e3),
-    "min": (",.1f", lambda k, total: None if k.min_ns is None else k.min_ns / 1e3),
-    "max": (",.1f", lambda k, total: None if k.max_ns is None else k.max_ns / 1e3),
-    "share": (".1%", lambda k, total: k.total_ns / total if total else 0.0),
-    "GB/s": (",.0f", lambda k, total: k.bytes / k.total_ns if k.bytes and k.total_ns else None),
+    "calls": (",.10g", lambda k, table: _rounded(k.calls / (table.steps or 1))),
+    "ms": (",.3f", lambda k, table: k.total_ns / (table.steps or 1) / 1e6),
+    "mean µs": (",.1f", lambda k, table: k.mean_ns / 1e3),
+    "min": (",.1f", lambda k, table: None if k.min_ns is None else k.min_ns / 1e3),
+    "max": (",.1f", lambda k, table: None if k.max_ns is None else k.max_ns / 1e3),
+    "share": (".1%", lambda k, table: table.share(k)),
+    "GB/s": (",.0f", lambda k, table: k.bytes / k.total_ns if k.bytes and k.total_ns else None),
     "TFLOP/s": (
         ",.1f",
-        lambda k, total: k.flops / k.total_ns / 1e3 if k.flops and k.total_ns else None,
+        lambda k, table: k.flops / k.total_ns / 1e3 if k.flops and k.total_ns else None,
     ),
 }
-_OF_SUMS = ("calls", "total ms", "share")
+_OF_A_STEP = ("calls", "ms")
+"""The headings of what is given of each step, where the steps are known."""
+_OF_SUMS = (*_OF_A_STEP, "share")
 """The headings of what can be given of many kernels together too."""
 
 
@@ -54,11 +56,11 @@ def hot_list(table: KernelTable, limit: int) -> Table:
     names what then fits. Needs rich."""
     shown, rest = table.kernels[:limit], table.kernels[limit:]
     columns = {"category": [kernel.category for kernel in shown] + [""] * bool(rest)}
-    columns |= _figures(shown, rest, table.total_ns)
+    columns |= _figures(shown, rest, table)
     wanted = max((len(display_name(kernel.name, _READABLE_NAME)) for kernel in shown), default=0)
     for heading in _DISPENSABLE:
         if room_for_names(columns) < wanted:
-            columns.pop(heading, None)
+            columns.pop(_headed(heading, table), None)
     names = distinct_names([kernel.name for kernel in shown], room_for_names(columns))
     names += [f"{len(rest):,} more"] if rest else []
     rows = zip(names, *columns.values(), strict=True)
@@ -71,13 +73,12 @@ def hot_list(table: KernelTable, limit: int) -> Table:
 
 def short_list(table: KernelTable, limit: int) -> Table:
     """The longest kernels, for a page; a step each, where the steps are known."""
-    each, over = (table.steps, " a step") if table.steps else (1, "")
-    header = [table.what, "category", f"calls{over}", f"ms{over}", "share"]
+    header = [table.what, "category", *(_headed(heading, table) for heading in _OF_SUMS)]
     lines = []
     for kernel in table.kernels[:limit]:
         name = Cell(display_name(kernel.name, _NAME_ON_A_PAGE), is_code=True)
-        calls, ms = f"{kernel.calls / each:,.0f}", f"{kernel.total_ns / each / 1e6:,.3f}"
-        lines.append(Line([name, kernel.category, calls, ms, f"{table.share(kernel):.1%}"]))
+        figures = (number(_COLUMNS[h][1](kernel, table), _COLUMNS[h][0]) for h in _OF_SUMS)
+        lines.append(Line([name, kernel.category, *figures]))
     rest = len(table.kernels) - limit
     title = f"The longest {table.what}s" + (f"; {rest:,} more in the file" if rest > 0 else "")
     return Table(title, header, lines, left=(0, 1))
@@ -92,18 +93,27 @@ def room_for_names(columns: Mapping[str, Sequence[str]]) -> int:
     return max(width - others - between - 4, 16)
 
 
-def _figures(shown: list[Kernel], rest: list[Kernel], total: float) -> dict[str, list[str]]:
+def _rounded(calls: float) -> float:
+    """Calls of a step; fewer than 10 with their tenths, for those that not every step makes."""
+    return round(calls, 1 if calls < 10 else 0)
+
+
+def _headed(heading: str, table: KernelTable) -> str:
+    return f"{heading} a step" if table.steps and heading in _OF_A_STEP else heading
+
+
+def _figures(shown: list[Kernel], rest: list[Kernel], table: KernelTable) -> dict[str, list[str]]:
     """The cells by heading, for each kernel that is shown, and for the rest together if there is
     one; without the figures that the tool does not have."""
     together = Kernel("", "other", sum(k.calls for k in rest), sum(k.total_ns for k in rest))
     columns = {}
     for heading, (form, figure) in _COLUMNS.items():
-        found = [figure(kernel, total) for kernel in shown]
+        found = [figure(kernel, table) for kernel in shown]
         if any(found):
-            columns[heading] = [number(value, form) for value in found]
+            columns[_headed(heading, table)] = cells = [number(value, form) for value in found]
             if rest:
-                of_rest = heading in _OF_SUMS and number(figure(together, total), form)
-                columns[heading].append(of_rest or "")
+                of_rest = heading in _OF_SUMS and number(figure(together, table), form)
+                cells.append(of_rest or "")
     return columns
 
 
@@ -131,23 +141,25 @@ def warnings(table: KernelTable) -> list[str]:
 
 def summary(table: KernelTable) -> Iterator[str]:
     """Calls, busy and idle time, time by marker range and by category: a line each, where known."""
-    in_steps, total, steps = "", table.total_ns, table.steps or 1
-    if table.steps:
-        in_steps = f", in {steps:,} step{'s' * (steps > 1)}: {table.launches / steps:,.0f} calls, "
-        in_steps += f"{total / steps / 1e6:,.3f} ms each"
-    yield f"{table.launches:,} {table.what} calls, {total / 1e6:,.3f} ms{in_steps}"
+    total, steps = table.total_ns, table.steps or 1
+    over = " a step" if table.steps else ""
+    mean = f", mean of {steps:,} steps" if steps > 1 else ""
+
+    def ms(ns: float) -> str:
+        return f"{ns / steps / 1e6:,.3f}"
+
+    yield f"{table.launches / steps:,.0f} {table.what} calls{over}, {ms(total)} ms{mean}"
     if (t := table.timeline) and t.span_ns:
-        yield (
-            f"GPU busy {t.busy_ns / 1e6:,.3f} of {t.span_ns / 1e6:,.3f} ms "
-            f"({t.busy_ns / t.span_ns:.1%}), idle {t.idle_ns / 1e6:,.3f} ms"
-        )
+        busy = f"{t.busy_ns / t.span_ns:.1%}"
+        whole = f"{ms(t.span_ns)} ms{over} ({busy}), idle {ms(t.idle_ns)} ms"
+        yield f"GPU busy {ms(t.busy_ns)} of {whole}"
     if loading := table.loading:
         wait, span = loading.wait_ns, loading.span_ns
         times = f"{wait / 1e6:,.3f} of {span / 1e6:,.3f} ms ({wait / span:.1%})"
         yield f"loading data {times}, {loading.batches:,} batches"
     if table.phases_ns:
-        parts = [f"{name} {ns / steps / 1e6:,.3f} ms" for name, ns in table.phases_ns.items()]
-        yield f"by marker range{' a step' if table.steps else ''}: {', '.join(parts)}"
+        parts = [f"{name} {ms(ns)} ms" for name, ns in table.phases_ns.items()]
+        yield f"by marker range{over}: {', '.join(parts)}"
     if total:
         shares = ", ".join(f"{name} {ns / total:.1%}" for name, ns in table.category_ns().items())
         yield f"by category: {shares}"

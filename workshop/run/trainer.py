@@ -36,8 +36,9 @@ EAGER_STEPS_BEFORE_CAPTURE = 3
 """Steps that really train before a graph is captured: they compile, choose kernels and create
 the optimizer's state, none of which a capture may do."""
 Notify = Callable[[str], object]
-Progress = Callable[[int, float, float], None]
-"""Called some steps late with a timed step's number, its loss and its time in ms."""
+Progress = Callable[[int, float, float | None], None]
+"""Called some steps late with a timed step's number, its loss and its time in ms; before those with
+the first step of the warm-up, which has no time."""
 
 
 @dataclass(frozen=True)
@@ -418,6 +419,8 @@ def train(
     """
     runner = Runner(model, optimizer, batches, precision, cuda_graph=cuda_graph)
     training = Training(setup_s=warm_up(runner, schedule.warmup))
+    if progress:
+        progress(1, runner.loss(0), None)
     clock = StepClock(runner.device)
     start, waited = time.perf_counter(), waiting.seconds_without_processor()
     try:
@@ -499,7 +502,10 @@ def check_memory(
 
 
 def timed_steps(
-    runner: Runner, clock: StepClock, num_steps: int, progress: Progress | None = None
+    runner: Runner,
+    clock: StepClock,
+    num_steps: int,
+    progress: Callable[[int, float, float], None] | None = None,
 ) -> None:
     """Enqueues the steps; reports those that the device has meanwhile finished, never waiting."""
     warmup, reported = runner.done, 0

@@ -151,11 +151,11 @@ def _saved(group: Group) -> list[Table]:
 
 
 def _losses(group: Group) -> Iterator[Chart]:
-    """The losses of each version's first run, where there are any."""
+    """The losses of each version's first run, without interpreted ones, of a step or two."""
     first = {
         row.version: stored[0].run
         for row, stored in group.pairs()
-        if row.status in ("timed", "interpreted") and not row.variant and stored[0].run.losses
+        if row.status == "timed" and not row.variant and stored[0].run.losses
     }
     if not first:
         return

@@ -6,7 +6,7 @@ template is escaped, so that no name from a file becomes markup.
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from workshop.show.sections import Alarm, Section
 from workshop.tables import Cell, Line, Link, Table
 from workshop.versions import BASELINE, ROOT
 
-Shown = Callable[[str], object]
 REFERENCE = "reference"
 """The subfolder of others' results."""
 OWN, OTHERS = "Your results", "Reference results"
@@ -408,19 +407,15 @@ def _commands(groups: Sequence[Group]) -> Table:
 # --- HTML ----------------------------------------------------------------------------------------
 
 
-def html_page(
-    page: Page, folder: Path | None, *, live: Any = None, progress: Shown = lambda _: None
-) -> str:
+def html_page(page: Page, folder: Path | None, *, live: Any = None) -> str:
     """The page of a folder, to which its links are relative; without one it has no links to files.
 
     Args:
         live: the dashboard's controls; without them all charts are in the page.
-        progress: called with the title of each chart before it is drawn.
     """
     from markupsafe import Markup
 
     def draw(chart: Chart) -> Markup:
-        progress(chart.title)
         return Markup(chart.markup)  # which escapes its own texts
 
     return _render("page.html.j2", folder, page=page, live=live, draw=draw, how_to_read=HOW_TO_READ)

@@ -93,7 +93,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     ),
     Found(
         "found.calls_a_step", "calls of a step", "calls", lambda m: calls(m.table),
-        "The line under the hot list: `N calls, ... ms each`, of one step and not of all.",
+        "The line under the hot list: `N ... calls a step`.",
     ),
     Found(
         "found.products_percent", "the products' share", "%", lambda m: m.percent(PRODUCTS),

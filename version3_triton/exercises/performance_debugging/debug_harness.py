@@ -25,7 +25,7 @@ import torch
 from debug_results import Flags, StageResult, save
 from torch import Tensor, nn
 
-from workshop import errors, results, versions
+from workshop import errors, progress, results, versions
 from workshop.arguments import option, run
 from workshop.cli import leave_if_missing
 from workshop.gate import canonical, parity
@@ -112,7 +112,8 @@ def _main(stage: str, build: Build, timed_steps: TimedSteps, options: Options) -
     version = versions.get_version("v3")
     interpreter.check_device(version, device)
     size = INTERPRETED_SIZE if interpreter.serves(version, device) else GPU_SIZE
-    print(f"{stage}: {size.batch_size} x {size.seq_len} tokens, {hardware.device_name(device)}")
+    where = hardware.device_name(device)
+    print(f"{size.batch_size} x {size.seq_len} tokens, {where}", flush=True)
     if options.gate:
         return _gate(build, size, device)
     results.prepare_folder(options.output_dir)
@@ -137,6 +138,21 @@ def _gate(build: Build, size: Size, device: torch.device) -> int:
 
 
 # --- measuring -----------------------------------------------------------------------------------
+
+
+class ToldRunner(Runner):
+    """Says in Triton's interpreter, where a step takes up to a minute, how far it is."""
+
+    begin = time.monotonic()
+    steps = 0
+    """All steps of the run; 0 says nothing, as on a GPU, whose times that would change."""
+
+    def advance(self) -> None:
+        super().advance()
+        if self.steps:
+            per_step = (time.monotonic() - self.begin) / self.done
+            left = progress.about(per_step * (self.steps - self.done))
+            print(f"step {self.done} of {self.steps} done, about {left} left", flush=True)
 
 
 def measure(
@@ -179,11 +195,15 @@ def measure(
         },
         command=results.own_command(),
     )
+    print("comparing its logits with V1's ...", flush=True)
     logits_error = _logits_error(build(config).to(device), batches[0, 0].to(device))
     torch.manual_seed(SEED)
     model = build(config).to(device)
     optimizer = v3.configure_optimizer(model, LEARNING_RATE)
-    runner = Runner(model, optimizer, batches, precision, cuda_graph=captures)
+    runner = ToldRunner(model, optimizer, batches, precision, cuda_graph=captures)
+    if run.interpreted:  # one step more measures the memory
+        runner.begin, runner.steps = time.monotonic(), schedule.steps + 1
+    print(f"training {schedule.steps} steps ...", flush=True)
     with counted_launches() as grids:
         runner.warm_up(1)
     if schedule.warmup > 1:

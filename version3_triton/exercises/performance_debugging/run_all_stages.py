@@ -75,8 +75,9 @@ def _main(options: Options) -> int:
     failed = False
     if not options.show:
         results.prepare_folder(folder)
-        for number in dict.fromkeys(options.stages or known):
-            failed |= not run(known[number], options.device, folder)
+        chosen = [known[number] for number in dict.fromkeys(options.stages or known)]
+        for count, stage in enumerate(chosen, 1):
+            failed |= not run(stage, f"{count} of {len(chosen)}", options.device, folder)
     found = load_all(folder)
     if not found and not failed:
         raise WorkshopError(f"{folder}: no stage has been run: leave --show out")
@@ -84,38 +85,52 @@ def _main(options: Options) -> int:
     return errors.ANSWER_IS_NO if failed else errors.DONE
 
 
-def run(stage: Path, device: str, folder: Path) -> bool:
-    """Runs a stage, and says on stderr how it ended; whether it has a result.
+def run(stage: Path, count: str, device: str, folder: Path) -> bool:
+    """Runs a stage, and says on stderr how far it is and how it ended; whether it has a result.
+
+    Args:
+        count: the stage's place, as in "3 of 6".
 
     Raises:
         NotOnThisMachine: it can't be run here.
     """
     # An old result beside a failure would pass for a new one.
     (folder / f"{stage.stem}.json").unlink(missing_ok=True)
-    print(f"{stage.stem} ...", file=sys.stderr, flush=True)
-    begin = time.perf_counter()
+    from rich.console import Console
+    from rich.text import Text
+
+    name = f"{stage.stem} ({count})"
+    console, begin = Console(stderr=True, highlight=False, markup=False), time.perf_counter()
     # A session of its own: Ctrl-C at the terminal reaches us alone, and we pass it on once.
     process = subprocess.Popen(
         [sys.executable, str(stage), "--device", device, "--output-dir", str(folder)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         start_new_session=True,
     )
-    with processes.ended_with_us(process):
+    assert process.stdout is not None
+    last = "no message"
+    with processes.ended_with_us(process), console.status(name) as status:
         try:
-            _, complaints = process.communicate()
+            for line in filter(None, map(str.strip, process.stdout)):
+                last, said = line, f"{name}: {line}"
+                if console.is_terminal:
+                    status.update(Text(said))
+                else:
+                    console.print(said, soft_wrap=True)
+            process.wait()
         except BaseException:
             processes.stop(process, _SECONDS_TO_STOP)
             raise
-    message = (complaints.strip() or "no message").splitlines()[-1].removeprefix("error: ")
+    message = last.removeprefix("error: ")
     if process.returncode == errors.NOT_ON_THIS_MACHINE:
         raise NotOnThisMachine(message)
     ended = f"done in {time.perf_counter() - begin:.0f} s"
     if process.returncode:
         ended = f"failed: exit {process.returncode}: {message}"
-    print(f"{stage.stem}: {ended}", file=sys.stderr)
+    console.print(f"{name}: {ended}", soft_wrap=True)
     return process.returncode == errors.DONE
 
 

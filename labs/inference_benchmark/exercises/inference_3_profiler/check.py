@@ -87,7 +87,7 @@ QUESTIONS: tuple[Question[Profile], ...] = (
           f"`# of Calls` of a convolution: the tables are of {ITERATIONS} iterations.", within=0.0,
           slips=lambda m: [(ITERATIONS * conv_calls(m), f"that is {ITERATIONS} iterations")]),
     Found("found.calls", "calls of an iteration", "", lambda m: m.launches(),
-          "The line under the hot list: `N calls, ... ms each`, of one step.", within=0.0,
+          "The line under the hot list: `N ... calls a step`.", within=0.0,
           slips=lambda m: [(m.table.launches, "that is all iterations of the trace")]),
     Found("found.products_percent", "the share of convolutions and the linear layer", "%",
           lambda m: 100 * m.share("GEMM"), "GEMM in the line `by category`.", within=0.0,

@@ -70,7 +70,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
           lambda m: 100 * m.plain.five_share(), "The first five rows of `show`, added up.",
           within=0.01),
     Found("found.launches", "kernels of an iteration", "calls", lambda m: m.plain.launches(),
-          "The line under the hot list: `N calls, ... ms each`, of one step and not of all.",
+          "The line under the hot list: `N ... calls a step`.",
           slips=lambda m: [
               (float(m.plain.table.launches),
                "that is the whole trace: it holds several iterations"),

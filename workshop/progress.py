@@ -1,0 +1,29 @@
+"""Progress of long work, in words: for a log, and for programs that have nothing but PyTorch."""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+EVERY_S = 20.0
+"""Work that takes longer says how far it is this often."""
+
+
+def about(seconds: float) -> str:
+    """As in "40 s", "12 min", "3 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:,.0f} min" if seconds < 5400 else f"{seconds / 3600:,.0f} h"
+
+
+def told(items: Iterable[T], what: str, total: int) -> Iterator[T]:
+    """The items, with lines on stderr like "epoch 1: 12 of 44, about 2 min left"."""
+    begin = last = time.monotonic()
+    for done, item in enumerate(items):
+        now = time.monotonic()
+        if done and now - last >= EVERY_S:
+            left = about((now - begin) / done * (total - done))
+            print(f"{what}: {done} of {total}, about {left} left", file=sys.stderr, flush=True)
+            last = now
+        yield item
