@@ -292,14 +292,12 @@ def _number(axes: Any, drawn: Sequence[Mark], labels: int) -> None:
     places = {mark.rank: axes.transData.transform((mark.x, mark.y)) for mark in drawn}
     sides = [side for side in itertools.product((1, 0, -1), repeat=2) if any(side)]
     taken: list[tuple[float, float]] = []
-    on_lines = sorted((m for m in drawn if m.start is not None), key=lambda mark: -mark.y)
-    heights, lowest, highest = [], math.inf, box.y0 - 9.0
-    for mark in on_lines:
-        heights.append(lowest := min(places[mark.rank][1], lowest - 18))
-    for mark, height in zip(reversed(on_lines), reversed(heights), strict=True):
-        highest = max(height, highest + 18)
-        taken.append((places[mark.rank][0] + 26, highest))
-        _write_rank(axes, mark, places[mark.rank], taken[-1])
+    lowest = math.inf
+    for mark in sorted((m for m in drawn if m.start is not None), key=lambda mark: -mark.y):
+        x, y = places[mark.rank]
+        lowest = min(y, lowest - 18)
+        taken.append((x + 26, lowest))
+        _write_rank(axes, mark, (x, y), taken[-1])
     for mark in (mark for mark in drawn if mark.rank <= labels and mark.start is None):
         x, y = places[mark.rank]
         spots = [
