@@ -206,7 +206,7 @@ def roofline(measured: Measured) -> Shown:
     }
     if len(lines) < 2:
         raise NotMeasured("the limits of this chip", "roofline_analysis.py --measure")
-    marks = {m.point.label: [(m.x, m.y)] for m in roofs.marks(found, frame)}
+    marks = {m.point.label: [(m.start or m.x, m.y), (m.x, m.y)] for m in roofs.marks(found, frame)}
     keys = [row.version for row in its.versions if row.version in marks]
     every = {kind: [line.start, line.end] for kind, line in lines.items()}
     every |= {name(key): marks[key] for key in keys}

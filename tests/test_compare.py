@@ -234,22 +234,36 @@ def test_no_number_of_an_interpreted_run_is_beside_those_that_were_not(changes) 
     assert found["v2"].speedup.value == 2.0
     names = (*TIMES, "loss_first", "loss_last", "peak_memory_mb")
     assert {report.items[2][name] for name in names} == {None}
-    _, time, memory = charts.draw_rows(list(found.values())).axes
+    *_, time, memory = charts.draw_rows(list(found.values())).axes
     for axis in (time, memory):
         (words,) = (text.get_text() for text in axis.texts if text.xy[1:] == (2,))
         assert words == "interpreted, not comparable"
 
 
 def test_the_picture_shows_the_table_s_numbers() -> None:
-    """The parts of V2's step, timed apart, take 100 ms, the step 50 ms; V4's were not timed."""
+    """The parts of V2's step, timed apart, take 100 ms, the step 50 ms; V4's were not timed. Other
+    programs disturbed V4's run."""
     unknown = {"forward_ms": [], "memory_mb": {"peak": 1234.0, "source": "allocator"}}
-    runs = [make_result(), make_result("v2", step_ms=FASTER), make_result("v4", **unknown)]
-    found = rows.build_rows(runs)
+    twice = [make_result(), make_result("v2", step_ms=FASTER)] * 2
+    found = rows.build_rows([*twice, make_result("v4", waited_share=0.9, **unknown)])
     speed, proof = comparisons.group_tables(found)
-    _, time, memory = charts.draw_rows(found).axes
+    drawn = charts.draw_rows(found)
+    *_, rates, time, memory = drawn.axes
+    assert [one.get_text() for one in rates.get_yticklabels()] == ["v1", "v2", "v4, disturbed"]
+    assert charts.DISTURBED in drawn.get_supxlabel()
+    assert rates.get_title("left") == comparisons.title(found)
+    (whiskers,) = rates.collections
+    v1, v2, _ = found
+    low, high = (end * v1.tokens_per_s for end in v2.speedup.interval)
+    assert whiskers.get_segments()[0].tolist() == [
+        [pytest.approx(low), 1],
+        [pytest.approx(high), 1],
+    ]
     for axis, table, column in ((time, speed, 3), (memory, proof, 4)):
         shown = [text.get_text() for text in axis.texts if text.get_fontweight() == "bold"]
         assert shown == [line.cells[column].split(" ")[0] for line in table.lines]
+    inside = {text.get_text() for text in time.texts} - {"-", ""}
+    assert inside >= {cell for line in speed.lines[:2] for cell in line.cells[4:6]}
     lengths = {b.get_label(): [bar.get_width() for bar in b] for b in time.containers}
     assert lengths == {
         "forward": [30.0, 15.0, 0.0],

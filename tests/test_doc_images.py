@@ -6,9 +6,15 @@ from pathlib import Path
 from PIL import Image as Pillow
 
 from analysis_tools import update_docs
+from workshop.collection import Collection
 from workshop.errors import NotOnThisMachine
 from workshop.show import cheat_sheet, doc_images
 from workshop.show.doc_images import Image
+
+
+def test_every_picture_in_the_folder_is_one_that_make_docs_makes() -> None:
+    found = [image.path for image in doc_images.find(Collection([doc_images.REFERENCE]))]
+    assert sorted(found) == sorted(doc_images.FOLDER.glob("*.png"))
 
 
 def test_stale_pictures_are_made_again_or_left_and_named(tmp_path, monkeypatch, capsys) -> None:

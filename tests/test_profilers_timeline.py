@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -252,6 +253,24 @@ def test_the_pages_pictures_are_made_by_its_commands(tmp_path: Path) -> None:
         assert imread(committed).shape[:2] == (height, width)
         assert committed.stat().st_size < 200_000
     assert len(list(tmp_path.iterdir())) == len(drawn)  # and nothing else is left
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "cut", "shown"),
+    [
+        ("aten::linear", 90, True, "aten::linear"),
+        ("aten::linear", 50, True, "linear"),
+        ("aten::linear", 30, True, ""),  # never cut within a word
+        ("layers.0.self_attn", 90, True, "0.self_attn"),
+        ("autograd::engine::evaluate_function: MulBackward0", 60, True, "Mul…"),
+        ("at::native::reduce_kernel<MeanOps>", 90, True, "reduce…"),
+        ("at::native::reduce_kernel<MeanOps>", 90, False, ""),
+    ],
+)
+def test_a_name_is_shown_as_far_as_it_fits(name: str, width: float, cut: bool, shown: str) -> None:
+    assert picture.fit(name, width, 10, cut=cut) == shown
+    (drawn,) = (t.get_window_extent().width for t in [Figure(dpi=100).text(0, 0, shown, size=10)])
+    assert drawn <= width
 
 
 def test_a_trace_without_a_gpu_has_the_hosts_lane_alone(

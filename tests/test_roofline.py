@@ -1,6 +1,8 @@
 """The roofline: its rule, what it makes of real files, and the tool as it is typed."""
 
+import itertools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,54 @@ def test_the_words(flops_per_s, bytes_per_s, message) -> None:
     ])  # fmt: skip
     assert roofline.in_words(line, point) == f"{message}; a call takes 100 µs"
     assert roofline.flags(line) == []
+
+
+@pytest.mark.parametrize(
+    ("flops_per_s", "bytes_per_s", "at_least", "drawn"),
+    [
+        (1e12, 1e12, False, (None, 1.0, 0)),
+        (1e12, 1e12, True, (0.2, 1.0, 0)),  # a line from the memory's roof to its least bytes
+        (2e13, 1e12, True, (4.0, 20.0, 0)),
+        (1e12, None, False, (0.2, math.inf, 1)),  # without an end
+        (None, 1e12, False, None),
+        (None, 1e12, True, None),
+        (0.0, 1e12, False, (None, 0.0, -1)),  # counted: no operations
+    ],
+)
+def test_a_point_is_drawn_where_its_intensity_was_measured_and_else_a_line(
+    flops_per_s, bytes_per_s, at_least, drawn
+) -> None:
+    point = Point("k", "GEMM", "bf16", flops_per_s, bytes_per_s, at_least=at_least)
+    line = Roofline("", None, [point], [
+        Ceiling(MEMORY, "memory", 5e12, DATA_SHEET, ""),
+        Ceiling(COMPUTE, "bf16", 1e15, DATA_SHEET, ""),
+    ])  # fmt: skip
+    frame = roofline_chart.view(line)
+    left, right = frame.x
+    found = [(m.start, m.x, m.edge) for m in roofline_chart.marks(line, frame)]
+    if drawn is None:
+        assert not found
+        return
+    (start, x, edge), (at, end, side) = drawn, found[0]
+    assert side == edge and at == (start and pytest.approx(start))
+    assert end == pytest.approx({0: x, 1: right / 2, -1: left * 1.12}[edge])
+    assert left <= (at or end) <= end <= right
+
+
+def test_a_picture_of_steps_names_them_and_has_no_point(tmp_path) -> None:
+    line = with_ceilings(roofline_inputs.load([MEDIUM]))
+    assert line.heading == "NVIDIA H200: medium: 16 x 512 tokens, bf16"
+    drawn = roofline_chart.picture(line, 12)
+    (axes,) = drawn.axes
+    assert not axes.collections  # a point is one
+    dotted = [one for one in axes.lines if one.get_linestyle() == ":"]
+    steps = [point for point in line.points if point.category == "step"]
+    assert sorted(one.get_ydata()[0] for one in dotted) == sorted(p.flops_per_s for p in steps)
+    words = [text.get_text() for text in drawn.texts]
+    assert {line.heading, *(point.label for point in steps)} <= set(words)
+    numbers = [text for text in axes.texts if text.get_text().isdigit()]
+    heights = sorted(text.get_position()[1] for text in numbers)
+    assert all(b - a >= 17.9 for a, b in itertools.pairwise(heights))
 
 
 def test_given_ceilings_come_first_and_the_files_are_written(analyse, tmp_path) -> None:

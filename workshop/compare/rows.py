@@ -55,6 +55,8 @@ class Row:
     status: str = "timed"
     plausibility: list[str] = field(default_factory=list)
     note: str = ""
+    disturbed: bool = False
+    """Whether other programs disturbed all of its runs, so that its times are too long."""
     step_ms: float | None = None
     judge_ms: float | None = None
     """The time of a step by the judge's clock, with what it takes to hand over the batches and to
@@ -321,11 +323,12 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
     if any(run.interpreted for run in timed):
         row.status = "interpreted"
         how = (
-            "Triton's interpreter runs its kernels hundreds of times slower, so the gate checked it "
-            "and nothing was timed"
+            "Triton's interpreter runs its kernels hundreds of times slower, so the gate checked "
+            "it and nothing was timed"
         )
         row.note = join(f"{NOT_COMPARABLE}: {how}", cut)
         return row
+    row.disturbed = all(run.disturbed for run in timed)
     row.note = join(cut, _disturbance(timed))
     _fill_memory_and_losses(row, timed)
     _fill_times(row, steady(timed))

@@ -1,5 +1,7 @@
 """Draws the rows that timeline.py makes of a trace."""
 
+import functools
+import itertools
 import math
 import re
 import sys
@@ -40,21 +42,21 @@ _OPERATOR_LEVELS_WITHOUT_GPU = 7
 _MOST_ARROWS = 7
 
 # In pixels, except the font's size.
-WIDTH, HEIGHT = 1600, 900
+WIDTH, HEIGHT, DPI = 1600, 900, 100
 """Height of the picture; it is lower where few rows are to be drawn."""
-_LEFT, _RIGHT, _TOP, _BOTTOM = 150, 46, 46, 84
+_LEFT, _RIGHT, _TOP, _BOTTOM = 150, 56, 46, 84
 _PLOT_WIDTH = WIDTH - _LEFT - _RIGHT
 _TITLE_HEIGHT, _LANE_GAP, _TALLEST_ROW = 22, 12, 46
 _WEIGHTS = {KERNELS: 1.5, BUSY: 1.5}
 """Heights of rows in those of others, where they aren't 1."""
 _BUSY_WIDTH = 4
-_FONT_SIZE = 10
-_LETTER = 8.5
-"""Width of a letter, of the wider ones."""
-_FEWEST_LETTERS = 6
-"""Letters of a name that is cut: with fewer it is useless."""
-_NAMESPACE = re.compile(r"::|: ")
-"""As in "autograd::engine::evaluate_function: MulBackward0"."""
+_FONT_SIZE, _SMALLER = 10, 8
+"""The second one for names that do not fit otherwise."""
+_LINE_HEIGHT = 1.7
+"""Pixels of a line of text for each point of its size."""
+_NAMESPACE = re.compile(r"::|: |\.(?=\w)")
+"""As in "autograd::engine::evaluate_function: MulBackward0" and "layers.0.mlp"."""
+_END_OF_WORD = re.compile(r"(?<=[^\W_])(?=[_<#(, :-]|Backward\d)")
 
 
 def draw(
@@ -86,7 +88,7 @@ def draw(
     lanes = timeline.arrange(recorded, window)
     from matplotlib.figure import Figure
 
-    figure = Figure(dpi=100)
+    figure = Figure(dpi=DPI)
     _draw(figure, f"{names.printable(recorded.path.name)}: {window.what}", window, lanes)
     write(figure, target)
     for warning in recorded.warnings:
@@ -110,7 +112,7 @@ def write(figure: Any, target: Path) -> None:
         warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
         try:
             with results.atomic_path(target) as path:
-                figure.savefig(path, format="png", dpi=100)
+                figure.savefig(path, format="png", dpi=DPI)
         except OSError as error:
             raise WorkshopError(f"{target} can't be written: {error.strerror}") from None
 
@@ -136,7 +138,7 @@ def _draw(figure: Any, title: str, window: Window, lanes: list[Lane]) -> None:
     bands = [_stack(lane, pixel, any(lane.on_gpu for lane in lanes)) for lane in lanes]
     plot = _lay_out(bands)
     height = _TOP + plot + _BOTTOM
-    figure.set_size_inches(WIDTH / 100, height / 100)
+    figure.set_size_inches(WIDTH / DPI, height / DPI)
     box = (_LEFT / WIDTH, _BOTTOM / height, _PLOT_WIDTH / WIDTH, plot / height)
     axes = figure.add_axes(box, xlim=window[:2], ylim=(plot, 0))
     number = 0
@@ -229,13 +231,28 @@ def _draw_row(axes: Any, row: list[Slice], band: _Band, window: Window) -> None:
         colour = _paler(COLOURS[s.category]) if band.kind == OPERATORS else COLOURS[s.category]
         # A line of background separates neighbours.
         by_colour[colour].append((start, max(width - pixel, pixel)))
-        letters = int(width / pixel / _LETTER)
-        if s.name and letters and (text := _label(s.name, letters)):
-            middle, ink = band.top + band.height / 2, _readable_on(colour)
-            _text(axes, start + width / 2, middle, text, color=ink, clip_on=True)
+        middle = start + width / 2, band.top + band.height / 2
+        if s.name:
+            look = _text_in(s.name, width / pixel, band.height)
+            _text(axes, *middle, color=_readable_on(colour), clip_on=True, **look)
     place = (band.top + 1, band.height - 2)
     for colour, spans in by_colour.items():
         axes.broken_barh(spans, place, facecolor=colour, linewidth=0, zorder=2)
+
+
+def _text_in(name: str, width: float, height: float) -> dict[str, Any]:
+    """A name in a box of some pixels: of the usual size, else smaller, else upright; cut if need
+    be, or none."""
+    upright = {"rotation": 90, "va": "center"}
+    looks: tuple[tuple[int, float, float, dict[str, Any]], ...] = (
+        (_FONT_SIZE, width, height, {}),
+        (_SMALLER, width, height, {}),
+        (_SMALLER, height, width, upright),
+    )
+    for cut, (size, room, across, look) in itertools.product((False, True), looks):
+        if across > _LINE_HEIGHT * size and (text := fit(name, room - 4, size, cut=cut)):
+            return {"text": text, "fontsize": size, **look}
+    return {"text": ""}
 
 
 def _draw_busy(axes: Any, lane: Lane, band: _Band, window: Window) -> None:
@@ -255,7 +272,7 @@ def _draw_gaps(axes: Any, lane: Lane, band: _Band, window: Window) -> None:
     pixel = (window.end - window.start) / _PLOT_WIDTH
     for start, end in timeline.gaps(lane.slices[KERNELS], window):
         text = f"idle {_duration(end - start)}"
-        if end - start > len(text) * _LETTER * pixel:
+        if end - start > (text_width(text, _FONT_SIZE) + 8) * pixel:
             middle = band.top + band.height / 2
             _text(axes, (start + end) / 2, middle, text, color="#8A1C1C", fontstyle="italic")
 
@@ -294,14 +311,33 @@ def _duration(ms: float) -> str:
     return f"{ms:.2f} ms" if ms >= 1 else f"{ms * 1e3:.3g} µs"
 
 
-def _label(name: str, letters: int) -> str:
-    """A name in at most this number of letters, if need be without its namespaces, then cut; ""
-    where it would be useless."""
+def fit(name: str, width: float, size: float, *, cut: bool = True) -> str:
+    """A name in at most `width` pixels: whole, or without its namespaces, or if it may be cut its
+    first words and an ellipsis; "" where none of them fits."""
     whole = names.display_name(name, len(name))
-    if len(whole) <= letters:
-        return whole
-    short = names.display_name(_NAMESPACE.split(whole)[-1], letters)
-    return short if letters >= _FEWEST_LETTERS or names.ELLIPSIS not in short else ""
+    spaces = _NAMESPACE.finditer(whole.partition("<")[0])
+    tails = [whole, *(whole[space.end() :] for space in spaces)]
+    ends = [end.start() for end in _END_OF_WORD.finditer(tails[-1])]
+    heads = (tails[-1][:end] + names.ELLIPSIS for end in reversed(ends) if cut and end > 1)
+    return next((text for text in (*tails, *heads) if text_width(text, size) <= width), "")
+
+
+def text_width(text: str, size: float) -> float:
+    """In pixels, in the font of the pictures."""
+    return sum(map(_letter_width, text)) * size
+
+
+@functools.cache
+def _letter_width(letter: str) -> float:
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
+        points, *_ = text_to_path.get_text_width_height_descent(
+            letter, FontProperties(size=1), False
+        )
+    return float(points) * DPI / 72
 
 
 def _paler(colour: str) -> str:

@@ -92,7 +92,7 @@ def _points(report: Report, label: str, level: str) -> Iterator[Point]:
         if not counted.time_ns or moved is None or (level != ncu.DRAM and not counted.flops):
             continue
         found = point(
-            display_name(name, inputs.LONGEST_LABEL) + ("" if level == ncu.DRAM else f", {level}"),
+            display_name(name, len(name)) + ("" if level == ncu.DRAM else f", {level}"),
             category,
             precision_of(counted),
             counted.time_ns / 1e9,

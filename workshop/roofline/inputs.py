@@ -34,7 +34,6 @@ MOST_WITH_PARTS = 4
 FORWARD_BYTES, BACKWARD_BYTES = 4, 8
 """A parameter, at the least: the forward pass reads every weight, the backward pass reads it again
 and writes its gradient, in fp32, as this workshop keeps them."""
-LONGEST_LABEL = 60
 ASSUMED = "bf16"
 """Precision of products where none is recorded."""
 LEAST_SEEN = 0.05
@@ -44,7 +43,8 @@ RUN_BYTES = (
     "whole steps: operations are those of the products, from the sizes; bytes are a lower bound: "
     "weights, gradients and AdamW's state, "
     f"{FORWARD_BYTES} + {BACKWARD_BYTES} + {flops.ADAMW_BYTES_PER_PARAMETER} bytes a parameter. "
-    "Activations are not in it, so the true points lie further left"
+    "Activations are not in it, so the true intensity is lower: the picture has a line in place of "
+    "a point, from the memory's roof to that intensity"
 )
 NEEDS_COUNTERS = (
     "bytes and operations of each kernel need counters: profile with run_ncu.sh on NVIDIA, "
@@ -185,6 +185,10 @@ def _add_runs(
     if not rows:
         return
     several = len({(row.config, row.precision) for row in rows}) > 1
+    sizes = dict.fromkeys(row.config for row in rows)
+    precisions = dict.fromkeys(row.precision for row in rows)
+    tokens = ";" if len(sizes) > 1 else f": {rows[0].batch_size} x {rows[0].seq_len} tokens,"
+    roofline.title = printable(f"{', '.join(sizes)}{tokens} {', '.join(precisions)}")
     parts = len(rows) <= MOST_WITH_PARTS
     if not parts:
         roofline.notes.append(
@@ -263,6 +267,9 @@ def _add_table(
     roofline: Roofline, table: KernelTable, run: RunResult | None, precision: str | None
 ) -> None:
     _set_device(roofline, run.device if run else {"name": table.device}, table.path)
+    if run:
+        size = f"{run.config_name}: {run.batch_size} x {run.seq_len} tokens"
+        roofline.title = printable(f"{run.version}, {size}, {run.precision}")
     roofline.notes += [printable(warning) for warning in table.warnings]
     counted = [
         kernel
@@ -303,7 +310,7 @@ def _add_kernels(
         )
     roofline.points += [
         model.point(
-            display_name(kernel.name, LONGEST_LABEL),
+            display_name(kernel.name, len(kernel.name)),
             kernel.category,
             (precision or ASSUMED) if metrics.is_product(kernel) else "fp32",
             kernel.total_ns / 1e9,
@@ -330,11 +337,12 @@ def _add_benchmark(roofline: Roofline, rows: list[KernelRow], path: Path) -> Non
     """V3's own kernels: their bytes or their operations, whichever the benchmark counts."""
     _set_device(roofline, rows[0].first.device, path)
     ours = [row for row in rows if row.implementation == OURS]
+    roofline.title = f"V3's kernels, {', '.join(dict.fromkeys(row.precision for row in ours))}"
     points = [point for row in ours for point in _benchmark_points(row)]
     roofline.points += sorted(points, key=lambda point: -(point.seconds or 0.0))
     roofline.notes.append(
         "the benchmark counts the bytes of element-wise kernels and the operations of products: "
-        "each point has one of the two, and is drawn at the edge of the picture"
+        "the picture has lines for products, whose bytes are not known, and no element-wise kernels"
     )
 
 

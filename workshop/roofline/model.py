@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workshop.profilers.metrics import digits, duration
+from workshop.profilers.names import display_name
 
 SCHEMA_VERSION = 1
 MEMORY, COMPUTE = "memory", "compute"
@@ -22,6 +23,8 @@ KINDS = (MEMORY, COMPUTE)
 MAIN_MEMORY = "memory"
 """The level that bytes are counted at, where nothing else is said; others are caches."""
 GIVEN, DATA_SHEET, MEASURED = "given", "data sheet", "measured"
+_LONGEST_NAME = 60
+"""In a sentence."""
 ORIGINS = (GIVEN, DATA_SHEET, MEASURED)
 """Where a ceiling is from; the first that is known is the roof."""
 RULE = (
@@ -65,7 +68,8 @@ class Point:
     """Its part of the time of everything that was seen, from 0 to 1."""
     calls: int | None = None
     at_least: bool = False
-    """Whether its bytes are a lower bound, so that its intensity is an upper one."""
+    """Whether its bytes follow from sizes and no tool counted them: a lower bound, so that its
+    intensity is an upper one."""
     level: str = MAIN_MEMORY
     """Where its bytes were counted, whose ceiling holds for them."""
 
@@ -77,6 +81,11 @@ class Point:
         if not self.bytes_per_s:
             return math.inf if self.flops_per_s else None
         return self.flops_per_s / self.bytes_per_s
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a tool counted both its operations and its bytes."""
+        return not self.at_least and None not in (self.flops_per_s, self.bytes_per_s)
 
     def rate(self, kind: str) -> float | None:
         """Bytes (MEMORY) or operations (COMPUTE) a second."""
@@ -178,7 +187,7 @@ def flags(roofline: Roofline) -> list[str]:
         for ceiling in exceeded(roofline, point):
             rate = rate_text(point.rate(ceiling.kind) or 0.0, ceiling.kind)
             found.append(
-                f"IMPLAUSIBLE: {point.label}: {_least(point, ceiling.kind)}{rate}, more than the "
+                f"IMPLAUSIBLE: {_name(point)}: {_least(point, ceiling.kind)}{rate}, more than the "
                 f"chip's {ceiling_text(ceiling)} ({ceiling.source})"
             )
     return found
@@ -186,7 +195,11 @@ def flags(roofline: Roofline) -> list[str]:
 
 def sentences(roofline: Roofline, limit: int = 10) -> list[str]:
     """For each of the first points: its roof, and how near it comes to each limit."""
-    return [f"{point.label}: {in_words(roofline, point)}" for point in roofline.points[:limit]]
+    return [f"{_name(point)}: {in_words(roofline, point)}" for point in roofline.points[:limit]]
+
+
+def _name(point: Point) -> str:
+    return display_name(point.label, _LONGEST_NAME)
 
 
 def in_words(roofline: Roofline, point: Point) -> str:

@@ -1,6 +1,7 @@
 """The charts of comparisons, waterfalls and sweeps: functions of rows give `Bars`, `draw_*` give
 matplotlib figures, `*_chart` charts of a page."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from workshop.show.drawing import (
     plot_bars,
     plot_curves,
     write_beside,
+    write_legend,
 )  # fmt: skip
 from workshop.versions import ALL, MARKERS
 
@@ -44,7 +46,11 @@ MEMORY = (
     ("optimizer_state", "AdamW moments", "#5aa469"),
     ("rest", "activations and rest", "#b8b8b8"),
 )
-SPLIT = "A step's bar is the table's median step, divided as the separate pass timed its parts."
+SPLIT = (
+    "A step's bar is as long as the median step. The numbers in it are from a pass that timed the "
+    "parts alone; they need not add up to the step."
+)
+DISTURBED = "disturbed: other programs ran in all of its runs, so its times are too long."
 _MEMORY_BAR, _LIMIT, _UNKNOWN = "#8FA8C8", "#9C2C77", "#FFFFFF"
 _TITLE: Mapping[str, Any] = {"loc": "left", "fontweight": "bold", "fontsize": 14}
 
@@ -60,13 +66,32 @@ def throughput(rows: Sequence[Row]) -> Bars:
     words = ["" if text in ("-", "baseline") else text for text in words]
     rates = [row.tokens_per_s for row in rows]
     colours = [ALL[row.version].colour for row in rows]
-    return Bars([row.label for row in rows], {"tokens/s": rates}, "tokens a second", colours, words)
+    axis, intervals = "tokens a second", list(map(_interval, rows))
+    return Bars(_labels(rows), {"tokens/s": rates}, axis, colours, words, intervals=intervals)
+
+
+def _labels(rows: Sequence[Row]) -> list[str]:
+    return [f"{row.label}, disturbed" if row.disturbed else row.label for row in rows]
+
+
+def _interval(row: Row) -> tuple[float, float] | None:
+    """The rates of V1 times the ends of the speed-up's interval."""
+    if row.speedup is None or row.speedup.interval is None or row.speedup_text() == "baseline":
+        return None
+    low, high = (
+        end / row.speedup.value * (row.tokens_per_s or 0.0) for end in row.speedup.interval
+    )
+    return low, high
 
 
 def steps(rows: Sequence[Row]) -> Bars:
     """The median step in its phases, as far as these were timed."""
     parts, totals = [row.step_parts for row in rows], [row.step_ms for row in rows]
-    return _divided(rows, PHASES, parts, totals, "ms a step, median", "{:,.2f}")
+    bars = _divided(rows, PHASES, parts, totals, "ms a step, median", "{:,.2f}")
+    numbers = {
+        label: [f"{getattr(row, key) or 0.0:,.2f}" for row in rows] for key, label, _ in PHASES
+    }
+    return dataclasses.replace(bars, numbers=numbers)
 
 
 def memory(rows: Sequence[Row]) -> Bars:
@@ -103,7 +128,7 @@ def _divided(
         form.format(total) if total else _without_number(row)
         for row, total in zip(rows, totals, strict=True)
     ]
-    return Bars([row.label for row in rows], series, axis, colours, words, stacked=True)
+    return Bars(_labels(rows), series, axis, colours, words, stacked=True)
 
 
 def _length(value: float | str | None) -> float:
@@ -121,16 +146,21 @@ def draw_rows(rows: Sequence[Row]) -> Any:
     """Throughput, the step's parts and memory, a line of panels a group. A row without numbers has
     words in place of its bars."""
     shown = [group for group in groups(rows) if any(row.step_ms for row in group)]
-    heights = [2.0 + 0.44 * min(len(group), MOST_BARS) for group in shown]
-    whole = figure(14.5, sum(heights))
-    parts = whole.subfigures(len(shown), 1, squeeze=False, height_ratios=heights)
-    for (part,), group in zip(parts, shown, strict=True):
-        axes = part.subplots(1, 3, sharey=True)
+    heights = [0.6, *(1.3 + 0.44 * min(len(group), MOST_BARS) for group in shown)]
+    drawn = figure(14.5, sum(heights) + 0.4)
+    drawn.get_layout_engine().set(h_pad=0.12, w_pad=0.08)
+    ratios = {"width_ratios": (1.5, 1, 1), "height_ratios": heights}
+    legends, *lines = drawn.subplots(len(heights), 3, sharey="row", **ratios)
+    for axes, group in zip(lines, shown, strict=True):
         for axis, kind in zip(axes, (throughput, steps, memory), strict=True):
             plot_bars(axis, kind(group))
-        part.suptitle(title(group), x=0.01, ha="left", fontweight="bold", fontsize=14)
-    whole.supxlabel(SPLIT, x=0.01, ha="left", fontsize=11)
-    return whole
+        axes[0].set_title(title(group), **_TITLE)
+    for legend, *column in zip(legends, *lines, strict=True):
+        write_legend(legend, *column)
+        legend.axis("off")
+    notes = [SPLIT, DISTURBED] if any(row.disturbed for row in rows) else [SPLIT]
+    drawn.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=12)
+    return drawn
 
 
 def rows_chart(name: str, rows: Sequence[Row], files: tuple[Path, ...]) -> Chart:
@@ -249,7 +279,12 @@ def draw_waterfalls(waterfalls: Sequence[Waterfall]) -> Any:
     for (times, memory_axis), waterfall in zip(axes, waterfalls, strict=True):
         _plot_rungs(times, waterfall)
         _plot_rung_memory(memory_axis, waterfall)
-        times.set_title(waterfall.title, **_TITLE)
+        gains = [step.gain for step in waterfall.steps if step.gain]
+        once = gains and not any(gain.interval for gain in gains)
+        words = (
+            f"{waterfall.title}; {ONE_PROCESS} a rung, so no intervals" if once else waterfall.title
+        )
+        times.set_title(words, **_TITLE)
     # Below all bars, which may be as long as their axis.
     drawn.legend(
         handles=[Patch(**_look(colour), label=words) for colour, words in _LEGEND],

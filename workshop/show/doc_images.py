@@ -28,7 +28,9 @@ REFERENCE = ROOT / "results" / "reference"
 TRACES_PAGE = ROOT / "docs" / "reading_a_trace.md"
 """Its commands draw the pictures of traces."""
 _FIELD = "Fingerprint"
-_DRAWN_TRACE = re.compile(r"^python -m workshop\.profilers draw (tests/.*)$", re.MULTILINE)
+_DRAWN_TRACE = re.compile(
+    r"^trace=(\S+)$|^python -m workshop\.profilers draw \$trace (.*)$", re.MULTILINE
+)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER_FLAGS = [
     *"--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync".split(),
@@ -63,9 +65,12 @@ class Image:
 
 def find(collection: Collection) -> list[Image]:
     """All pictures of the reference results, with the fingerprints that they should have."""
-    traces = _DRAWN_TRACE.findall(TRACES_PAGE.read_text(encoding="utf-8").replace("\\\n", " "))
     page = Image(FOLDER / "dashboard.png", _fingerprint_of_page(collection), _take_page)
-    return [page, _cheat_sheet(), *(_trace(shlex.split(words)) for words in traces)]
+    found, trace = [page, _cheat_sheet()], ""
+    for assigned, words in _DRAWN_TRACE.findall(TRACES_PAGE.read_text(encoding="utf-8")):
+        trace = assigned or trace
+        found += [_trace([trace, *shlex.split(words)])] if words else []
+    return found
 
 
 def make(image: Image) -> None:

@@ -44,10 +44,11 @@ _STYLE: Any = {
     "legend.frameon": False,
     "svg.fonttype": "none",
 }
+INTERVAL = "95% interval of the speed-up over V1"
 MOST_BARS = 24
 """In one chart: more can't be read."""
-_READABLE = 0.13
-"""A part of a bar from this share of the longest one on has its number inside."""
+_LETTER, _SMALL_LETTER = 0.115, 0.095
+"""Widths in inches of a bold letter at a bar's end, and of one in a bar's part."""
 _DASHES = (("-", 6.0), ("-", 2.6), ("--", 2.2), (":", 2.6), ("-.", 2.0), ("--", 1.5))
 """Dashes and width of each curve: curves on top of each other all stay visible."""
 _ONE_AT_A_TIME = threading.Lock()
@@ -215,6 +216,10 @@ class Bars:
     """The colours of the series; of a single series' bars."""
     words: Sequence[str] = ()
     """Texts at the ends of the bars; without them the sums."""
+    numbers: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Texts in the parts of the bars; without them their lengths."""
+    intervals: Sequence[tuple[float, float] | None] = ()
+    """Ends of the 95% intervals of the bars' lengths."""
     form: str = ""
     """A spreadsheet's format of the numbers at a slide's bars; without one the axis has numbers."""
     stacked: bool = False
@@ -227,10 +232,15 @@ class Bars:
         texts = []
         for i, label in enumerate(self.labels[:MOST_BARS]):
             parts = {name: own[i] or 0.0 for name, own in self.series.items()}
-            of = ", ".join(f"{name} {digits(x)}" for name, x in parts.items() if x)
+            of = ", ".join(f"{name} {self.number(name, i)}" for name, x in parts.items() if x)
             total = self.words[i] if self.words else digits(sum(parts.values()))
             texts.append(f"{label} {total}" + (f" ({of})" if len(parts) > 1 and of else ""))
         return f"{self.axis[0].upper()}{self.axis[1:]}: {'; '.join(texts)}.{more(self.labels)}"
+
+    def number(self, series: str, place: int) -> str:
+        """The text in a part of a bar."""
+        texts = self.numbers.get(series)
+        return texts[place] if texts else digits(self.series[series][place] or 0.0)
 
 
 @dataclass(frozen=True)
@@ -247,38 +257,61 @@ class Curves:
 
 
 def plot_bars(axis: Any, bars: Bars) -> None:
-    """Bars that lie, the first on top, with a number in each part that has room for it."""
+    """Bars that lie, the first on top, with a number in each part that has room for it, and a
+    whisker for each interval."""
     count = min(len(bars.labels), MOST_BARS)
     one, starts = len(bars.series) == 1, [0.0] * count
     lengths = {name: [v or 0.0 for v in own[:count]] for name, own in bars.series.items()}
     totals = [sum(parts) for parts in zip(*lengths.values(), strict=True)]
-    longest = max(totals, default=0.0) or 1.0
+    words = [bars.words[i] if bars.words else digits(totals[i]) for i in range(count)]
+    known = dict(enumerate(own for own in bars.intervals[:count]))
+    ends = [max(total, *(known.get(i) or (0.0,))) for i, total in enumerate(totals)]
+    # The axis has room for each bar's words. Its place is a little wider when it is drawn.
+    inches = 1.1 * axis.get_position().width * axis.figure.get_figwidth()
+    rooms = [max(0.3, 0.94 - _LETTER * len(text) / inches) for text in words]
+    reach = max((end / room for end, room in zip(ends, rooms, strict=True)), default=0.0) or 1.0
     for (name, own), colour in zip(lengths.items(), [bars.colours] if one else bars.colours,
                                    strict=False):  # fmt: skip
-        look = {"color": colour, "edgecolor": PAPER, "label": name, "height": 0.68}
+        label = "_" if one else name
+        look = {"color": colour, "edgecolor": PAPER, "label": label, "height": 0.68}
         drawn = axis.barh(range(count), own, left=starts, **look)
         if not one:
-            numbers = [digits(x) if x >= _READABLE * longest else "" for x in own]
+            texts = [bars.number(name, i) for i in range(count)]
+            numbers = [
+                text if x / reach * inches > _SMALL_LETTER * len(text) + 0.08 else ""
+                for x, text in zip(own, texts, strict=True)
+            ]
             axis.bar_label(drawn, numbers, label_type="center", color="#10151a", fontsize=11.5)
         starts = [start + length for start, length in zip(starts, own, strict=True)]
-    words = [bars.words[i] if bars.words else digits(totals[i]) for i in range(count)]
-    for place, (total, text) in enumerate(zip(totals, words, strict=True)):
+    for place, (total, end, text) in enumerate(zip(totals, ends, words, strict=True)):
         look = {"fontweight": "bold"} if total else {"color": DIM}
-        write_beside(axis, printable(text), (total, place), **look)
+        write_beside(axis, printable(text), (end, place), **look)
+    whiskers = [(place, *own) for place, own in known.items() if own]
+    if whiskers:
+        places, lows, highs = zip(*whiskers, strict=True)
+        axis.hlines(places, lows, highs, color=INK, linewidth=1.8, label=INTERVAL)
+        axis.plot((*lows, *highs), places * 2, "|", color=INK, markersize=9, markeredgewidth=1.8)
     labels = [cut(printable(label)) for label in bars.labels[:count]]
     axis.set_yticks(range(count), labels)
     axis.set_ylim(count - 0.4, -0.6)
-    # Room for the words of a bar that is as long as its axis.
-    axis.set_xlim(0, longest * (1.08 + 0.035 * max(map(len, words), default=0)))
+    axis.set_xlim(0, reach)
     axis.xaxis.get_major_locator().set_params(nbins=4)
     axis.xaxis.set_major_formatter("{x:,.10g}")
     axis.set_xlabel(bars.axis)
-    if not one:
-        axis.legend(
-            loc="lower left", bbox_to_anchor=(0, 1), ncols=3 if len(bars.series) == 3 else 2,
-            fontsize=12, handlelength=1.1, columnspacing=1.2, borderaxespad=0.2,
-        )  # fmt: skip
     grid(axis, "x")
+
+
+def write_legend(axis: Any, *others: Any, ncols: int = 2) -> None:
+    """A legend on top of an axis: of the bars there, or of those of other axes."""
+    entries = {
+        label: handle
+        for one in others or (axis,)
+        for handle, label in zip(*one.get_legend_handles_labels(), strict=True)
+    }
+    place = {"loc": "upper left"} if others else {"loc": "lower left", "bbox_to_anchor": (0, 1)}
+    look = {"fontsize": 12, "handlelength": 1.1, "columnspacing": 1.2, "borderaxespad": 0.2}
+    if entries:
+        axis.legend(entries.values(), entries.keys(), ncols=ncols, **place, **look)
 
 
 def plot_curves(axis: Any, curves: Curves) -> None:
@@ -301,8 +334,13 @@ def grid(axis: Any, direction: str) -> None:
     axis.tick_params(length=0)
 
 
-def cut(label: str, width: int = 26) -> str:
-    return label if len(label) <= width else label[: width - 1] + "…"
+def cut(label: str, width: int = 34) -> str:
+    """A label that is not too long, cut after a word if it has several."""
+    if len(label) <= width:
+        return label
+    head = label[:width]
+    end = max(head.rfind(mark) for mark in " ,_-")
+    return head[: end if end > 0 else -1].rstrip(" ,_-") + "…"
 
 
 def more(bars: Sequence[object]) -> str:
@@ -319,7 +357,9 @@ def bars_chart(name: str, heading: str, bars: Bars, files: tuple[Path, ...]) -> 
 
     def draw() -> Any:
         drawn = figure(7.5, 1.6 + 0.25 * len(series) + 0.5 * min(len(bars.labels), MOST_BARS))
-        plot_bars(drawn.subplots(), kept)
+        axis = drawn.subplots()
+        plot_bars(axis, kept)
+        write_legend(axis)
         return drawn
 
     return Chart(name, heading, kept.alt, files, draw)

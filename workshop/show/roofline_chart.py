@@ -1,9 +1,13 @@
-"""The roofline: a PNG for a projector, and its points as a table."""
+"""The roofline: a PNG for a projector, and its points as a table.
+
+A point is drawn where a tool counted its operations and bytes. One whose bytes are known from sizes
+alone, or not at all, is a line: its rate is measured, its intensity is somewhere on it.
+"""
 
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +15,11 @@ from typing import Any
 from workshop.profilers.metrics import digits
 from workshop.profilers.names import display_name
 from workshop.profilers.picture import COLOURS as KERNEL_COLOURS
+from workshop.profilers.picture import fit, text_width
 from workshop.roofline import model
 from workshop.roofline.model import COMPUTE, MAIN_MEMORY, MEASURED, MEMORY, Point, Roofline, share
 from workshop.show.charts import PHASES
+from workshop.show.drawing import DIM
 from workshop.tables import Line as TableLine
 from workshop.tables import Table
 
@@ -30,8 +36,11 @@ _MARKERS = {-1: "<", 0: "o", 1: ">"}
 """By edge: a point is at its intensity (0), or at the plot's left or right edge."""
 _LEVELS = {"L2": "s", "L1": "D"}
 """Markers of points in the plot whose bytes are those of a cache."""
-_EDGES = {-1: "no operations, or not counted", 1: "no bytes, or not counted"}
-_FONT_SIZE, _LONGEST_NAME = 13, 36
+_EDGES = {-1: "few or no operations", 1: "few or no bytes"}
+_LINE = {"linestyle": ":", "linewidth": 3.0}
+"""A point whose intensity is not measured."""
+_FONT_SIZE, _TITLE_SIZE, _LIST_SIZES, _LIST_WIDTH = 13, 17, (11, 9), 382
+"""The last one in pixels."""
 _SMALLEST_AREA, _LARGEST_AREA = 60.0, 1500.0
 """Areas of a marker, in square points: the least that is visible, and that of the longest time."""
 _LOWEST_INTENSITY, _HIGHEST_INTENSITY = 1e-3, 1e6
@@ -50,9 +59,11 @@ class View:
     y: tuple[float, float]
 
     def place(self, point: Point) -> tuple[float, float, int] | None:
-        """x, y and edge of a point. Without operations (or their count) it is at the left edge, as
+        """x, y and edge of a point that was measured. Without operations it is at the left edge, as
         far below the memory's roof there as its bandwidth is below the memory's; without bytes at
-        the right edge. None for a point without either."""
+        the right edge. None for a point without either, and for others."""
+        if not point.is_measured:
+            return None
         left, right = self.x[0] * 1.12, self.x[1] / 1.12
         intensity = point.intensity
         if point.flops_per_s and (intensity is None or intensity > right):
@@ -62,6 +73,17 @@ class View:
         if not point.flops_per_s or intensity is None:
             return None
         return intensity, max(point.flops_per_s, self.y[0]), 0
+
+    def reach(self, roofline: Roofline, point: Point) -> tuple[float, float] | None:
+        """The intensities that a point may have whose operations alone were measured: from the
+        memory's roof on, up to that of its least bytes, or with unknown ones infinity. None for
+        others."""
+        if point.is_measured or not point.flops_per_s:
+            return None
+        roof = roofline.limit(point, MEMORY)
+        left = point.flops_per_s / roof.rate if roof else 0.0
+        right = point.intensity or math.inf
+        return min(max(left, self.x[0]), right), right
 
 
 @dataclass(frozen=True)
@@ -80,7 +102,8 @@ class Line:
 @dataclass(frozen=True)
 class Mark:
     """A point as it is drawn. Its area, in square points, is in proportion to its time; all are
-    alike where no times are known, and at the caches."""
+    alike where no times are known, and at the caches. One that is a line begins at `start`, and has
+    no area."""
 
     rank: int
     point: Point
@@ -89,6 +112,7 @@ class Mark:
     edge: int
     area: float
     implausible: bool
+    start: float | None = None
 
     @property
     def radius(self) -> float:
@@ -99,11 +123,6 @@ class Mark:
     def marker(self) -> str:
         return _MARKERS[self.edge] if self.edge else _LEVELS.get(self.point.level, _MARKERS[0])
 
-    @property
-    def is_lower_bound(self) -> bool:
-        """Whether it may lie further left."""
-        return self.point.at_least and not self.edge
-
 
 def view(roofline: Roofline) -> View:
     """Around all points and the ridges where the roofs meet, with room for labels."""
@@ -112,10 +131,12 @@ def view(roofline: Roofline) -> View:
     rates = [ceiling.rate for ceiling in main if ceiling.kind == COMPUTE]
     shown = [point.intensity for point in roofline.points]
     xs = [x for x in shown if x and _LOWEST_INTENSITY < x < _HIGHEST_INTENSITY]
-    xs += [rate / bandwidth for rate in rates for bandwidth in bandwidths]
+    on_lines = [p.flops_per_s for p in roofline.points if p.flops_per_s and not p.is_measured]
+    on_lines = [max(rate, max(rates, default=rate) / _LEFT_OUT) for rate in on_lines]
+    xs += [rate / bandwidth for rate in (*rates, *on_lines) for bandwidth in bandwidths]
     x = min(xs, default=1.0) / 4, max(xs, default=100.0) * 8
     frame = View(x, (0.0, math.inf))
-    ys = [place[1] for point in roofline.points if (place := frame.place(point))]
+    ys = on_lines + [place[1] for p in roofline.points if (place := frame.place(p))]
     top = max([*ys, *rates, *(b * x[0] for b in bandwidths)], default=1e12)
     bottom = max(min([*ys, top / 100]), top / _LEFT_OUT)
     return View(x, (bottom / 2, top * 3))
@@ -148,7 +169,7 @@ def lines(roofline: Roofline, frame: View) -> list[Line]:
 
 
 def marks(roofline: Roofline, frame: View) -> list[Mark]:
-    """The first points, but those that have no place."""
+    """The first points, but those without a count of operations, which have no place."""
     longest = max((p.seconds for p in roofline.points if p.seconds), default=None)
     found = []
     for rank, point in enumerate(roofline.points[:MOST_DRAWN], 1):
@@ -156,8 +177,13 @@ def marks(roofline: Roofline, frame: View) -> list[Mark]:
         # A kernel's points at the caches are small, or they would cover each other.
         size = _LARGEST_AREA if point.level == MAIN_MEMORY else 0.0
         area = max(_SMALLEST_AREA, size * part)
+        implausible = bool(model.exceeded(roofline, point))
         if place := frame.place(point):
-            found.append(Mark(rank, point, *place, area, bool(model.exceeded(roofline, point))))
+            found.append(Mark(rank, point, *place, area, implausible))
+        elif reach := frame.reach(roofline, point):
+            start, end = reach[0], min(reach[1], frame.x[1] / 2)
+            edge, rate = int(end < reach[1]), point.flops_per_s or 0.0
+            found.append(Mark(rank, point, end, rate, edge, 0.0, implausible, start))
     return found
 
 
@@ -166,7 +192,7 @@ def marks(roofline: Roofline, frame: View) -> list[Mark]:
 
 def draw(roofline: Roofline, target: Path, *, labels: int = 12) -> None:
     """Writes a PNG of WIDTH by HEIGHT pixels; the first `labels` points have a number, which a list
-    beside the plot explains."""
+    beside the plot explains. Of those that are lines, no others are drawn."""
     with warnings.catch_warnings():
         # A name in a script that the font does not have is drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
@@ -179,10 +205,11 @@ def picture(roofline: Roofline, labels: int) -> Any:
     from matplotlib.ticker import EngFormatter
 
     frame = view(roofline)
-    drawn, ceilings = marks(roofline, frame), lines(roofline, frame)
+    every, ceilings = marks(roofline, frame), lines(roofline, frame)
+    drawn = [mark for mark in every if mark.start is None or mark.rank <= labels]
     figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI)
     axes = figure.add_axes(
-        (0.06, 0.16, 0.46, 0.76), xscale="log", yscale="log", xlim=frame.x, ylim=frame.y
+        (0.06, 0.185, 0.44, 0.735), xscale="log", yscale="log", xlim=frame.x, ylim=frame.y
     )
     size = _FONT_SIZE + 1
     axes.spines[["right", "top"]].set_visible(False)
@@ -193,24 +220,22 @@ def picture(roofline: Roofline, labels: int) -> Any:
     axes.set_ylabel("FLOP/s", fontsize=size)
     axes.yaxis.set_major_formatter(EngFormatter())
     axes.xaxis.set_major_formatter("{x:,.10g}")
-    title = {"fontsize": 17, "fontweight": "bold"}
-    _write(figure, 0.012, 0.965, display_name(roofline.heading, 110), **title)
+    title = fit(roofline.heading, 0.85 * WIDTH, _TITLE_SIZE)  # bold letters are wider
+    _write(figure, 0.012, 0.965, title, fontsize=_TITLE_SIZE, fontweight="bold")
     _draw_ceilings(axes, ceilings)
     _draw_marks(axes, drawn)
     _number(axes, drawn, labels)
-    _explain(figure, roofline, labels)
-    _draw_legend(figure, drawn, dict.fromkeys(line.origin for line in ceilings))
+    ranks = {mark.rank for mark in drawn}
+    _explain(figure, roofline, labels, ranks)
+    not_drawn = len([r for r in ranks if r <= labels]) < len(roofline.points[:labels])
+    _draw_legend(
+        figure, drawn, dict.fromkeys(line.origin for line in ceilings), not_drawn=not_drawn
+    )
     return figure
 
 
 def _write(figure: Any, x: float, y: float, text: str, **style: Any) -> None:
     figure.text(x, y, text, **{"va": "center", "fontsize": _FONT_SIZE, "parse_math": False} | style)
-
-
-def _arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], **look: Any) -> None:
-    """From one pixel of the figure to another."""
-    axes.annotate("", end, xytext=start, xycoords="figure pixels", textcoords="figure pixels",
-                  arrowprops=look)  # fmt: skip
 
 
 def _draw_ceilings(axes: Any, ceilings: Sequence[Line]) -> None:
@@ -228,7 +253,10 @@ def _draw_ceilings(axes: Any, ceilings: Sequence[Line]) -> None:
             lowest = min(end, lowest - 1.6 * _FONT_SIZE)
             if kind == COMPUTE:  # beside the plot
                 spot, anchor = (right + 22, lowest), "left"
-                _arrow(axes, (right + 2, end), (right + 20, lowest), arrowstyle="-", color=colour)
+                axes.annotate(
+                    "", (right + 20, lowest), xytext=(right + 2, end), xycoords="figure pixels",
+                    textcoords="figure pixels", arrowprops={"arrowstyle": "-", "color": colour},
+                )  # fmt: skip
             else:  # above its own line, where no point is
                 height = axes.transData.inverted().transform((0, lowest))[1]
                 across = height * line.end[0] / line.end[1]
@@ -242,26 +270,35 @@ def _draw_ceilings(axes: Any, ceilings: Sequence[Line]) -> None:
 
 def _draw_marks(axes: Any, drawn: Sequence[Mark]) -> None:
     for mark in drawn:
+        colour = _FLAG if mark.implausible else COLOURS[mark.point.category]
+        if mark.start is not None:
+            axes.plot([mark.start, mark.x], [mark.y] * 2, color=colour, zorder=3, **_LINE)
+            if mark.edge:
+                axes.plot(mark.x, mark.y, mark.marker, color=colour, markersize=8, zorder=3)
+            continue
         axes.scatter(
             mark.x, mark.y, s=mark.area, marker=mark.marker, color=COLOURS[mark.point.category],
             alpha=0.85, edgecolors=_FLAG if mark.implausible else "white",
             linewidths=2.5 if mark.implausible else 1.0, clip_on=False,
             zorder=4 - mark.area / (2 * _LARGEST_AREA),  # the smaller in front
         )  # fmt: skip
-        if mark.is_lower_bound:
-            x, y = axes.transData.transform((mark.x, mark.y))
-            start, end = (x - mark.radius, y), (x - mark.radius - 30, y)
-            _arrow(axes, start, end, arrowstyle="->", color="#8A939C")
 
 
 def _number(axes: Any, drawn: Sequence[Mark], labels: int) -> None:
     """Writes the ranks of the first points beside their markers, where there is room: on no other
-    number, and on as few markers as possible."""
+    number, and on as few markers as possible. Those of lines are at their right, below each other.
+    """
     box = axes.get_window_extent()
     places = {mark.rank: axes.transData.transform((mark.x, mark.y)) for mark in drawn}
     sides = [side for side in itertools.product((1, 0, -1), repeat=2) if any(side)]
     taken: list[tuple[float, float]] = []
-    for mark in (mark for mark in drawn if mark.rank <= labels):
+    lowest = math.inf
+    for mark in sorted((m for m in drawn if m.start is not None), key=lambda mark: -mark.y):
+        x, y = places[mark.rank]
+        lowest = min(y, lowest - 18)
+        taken.append((x + 26, lowest))
+        _write_rank(axes, mark, (x, y), taken[-1])
+    for mark in (mark for mark in drawn if mark.rank <= labels and mark.start is None):
         x, y = places[mark.rank]
         spots = [
             (x + across * (mark.radius + reach + 12), y + up * (mark.radius + reach + 9))
@@ -279,52 +316,72 @@ def _number(axes: Any, drawn: Sequence[Mark], labels: int) -> None:
             math.dist(spot, places[other.rank]) < other.radius + 12 for other in drawn
         ))  # fmt: skip
         taken.append(spot)
-        axes.annotate(
-            str(mark.rank), (x, y), xytext=spot, xycoords="figure pixels", fontweight="bold",
-            textcoords="figure pixels", ha="center", va="center", fontsize=_FONT_SIZE, zorder=6,
-            annotation_clip=False,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
-            arrowprops={"arrowstyle": "-", "color": "#8A939C", "shrinkB": mark.radius * 0.72},
-        )  # fmt: skip
+        _write_rank(axes, mark, (x, y), spot)
 
 
-def _explain(figure: Any, roofline: Roofline, labels: int) -> None:
-    """A list of the numbered points beside the plot, each with its share of its roof."""
-    _write(figure, 0.768, 0.915, "of roof" if roofline.ceilings else "", fontsize=11, ha="right")
+def _write_rank(axes: Any, mark: Mark, at: tuple[float, float], spot: tuple[float, float]) -> None:
+    axes.annotate(
+        str(mark.rank), at, xytext=spot, xycoords="figure pixels", fontweight="bold",
+        textcoords="figure pixels", ha="center", va="center", fontsize=_FONT_SIZE, zorder=6,
+        annotation_clip=False,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
+        arrowprops={"arrowstyle": "-", "color": "#8A939C", "shrinkB": mark.radius * 0.72},
+    )  # fmt: skip
+
+
+def _explain(figure: Any, roofline: Roofline, labels: int, drawn: Collection[int]) -> None:
+    """A list of the first points beside the plot, each with its share of its roof."""
+    texts = [point.label for point in roofline.points[:labels]]
+    fitting = (
+        s for s in _LIST_SIZES if all(fit(text, _LIST_WIDTH, s, cut=False) for text in texts)
+    )
+    size = next(fitting, _LIST_SIZES[-1])
+    _write(figure, 0.75, 0.915, "of roof" if roofline.ceilings else "", fontsize=11, ha="right")
     for rank, point in enumerate(roofline.points[:labels], 1):
         height = 0.915 - min(0.042, 0.75 / labels) * rank
-        roof = roofline.roof(point)
-        _write(figure, 0.735, height, str(rank), fontweight="bold", ha="right")
-        _write(figure, 0.768, height, f"{share(point, roof):.0%}" if roof else "", ha="right")
-        _write(figure, 0.775, height, display_name(point.label, _LONGEST_NAME), fontsize=11)
+        roof, look = roofline.roof(point), {} if rank in drawn else {"color": DIM}
+        _write(figure, 0.717, height, str(rank), fontweight="bold", ha="right", **look)
+        text = f"{share(point, roof):.0%}" if roof else ""
+        _write(figure, 0.75, height, text, ha="right", **look)
+        text = fit(point.label, _LIST_WIDTH, size)
+        _write(figure, 0.754, height, text, fontsize=size, **look)
 
 
-def _draw_legend(figure: Any, drawn: Sequence[Mark], origins: Iterable[str]) -> None:
+def _draw_legend(
+    figure: Any, drawn: Sequence[Mark], origins: Iterable[str], *, not_drawn: bool
+) -> None:
     from matplotlib.lines import Line2D
 
-    categories = {mark.point.category for mark in drawn}
-    edges, levels = {m.edge for m in drawn}, {m.point.level for m in drawn if not m.edge}
+    lines = {mark.point.category for mark in drawn if mark.start is not None}
+    points = {mark.point.category for mark in drawn if mark.start is None}
+    edges = {m.edge for m in drawn if m.start is None}
+    levels = {m.point.level for m in drawn if not m.edge}
+    line = "bytes not counted: it is somewhere on the line"
+    line += ", or right of its arrow" if any(m.edge and m.start for m in drawn) else ""
     flagged = {"marker": "o", "color": "white", "markeredgecolor": _FLAG, "markeredgewidth": 2.5}
     grey = {"color": "#777777"}
     entries: dict[str, Any] = {
-        name: {"marker": "o", "color": colour}
-        for name, colour in COLOURS.items() if name in categories
+        name: {"color": colour} | ({"marker": "o"} if name in points else _LINE)
+        for name, colour in COLOURS.items() if name in points | lines
     }  # fmt: skip
     entries |= {_EDGES[e]: grey | {"marker": _MARKERS[e]} for e in _EDGES if e in edges}
     entries |= {f"bytes at {n}": grey | {"marker": m} for n, m in _LEVELS.items() if n in levels}
     for text, look, shown in (
-        ("bytes are a lower bound", grey | {"marker": "$\\leftarrow$"}, "is_lower_bound"),
-        ("above a limit: implausible", flagged, "implausible"),
+        (line, _LINE | grey, lines),
+        ("grey in the list: operations not counted", {}, not_drawn),
+        ("above a limit: implausible", flagged, any(m.implausible for m in drawn)),
+        ("area: time", {}, any(m.area and m.point.seconds for m in drawn)),
     ):
-        entries |= {text: look} if any(getattr(mark, shown) for mark in drawn) else {}
-    entries |= {"area: time": {}} if any(mark.point.seconds for mark in drawn) else {}
+        entries |= {text: look} if shown else {}
     for origin in origins:
         style = "--" if origin == MEASURED else "-"
         entries[origin] = {"color": _CEILING_COLOURS[origin], "linestyle": style, "linewidth": 2.2}
     plain: dict[str, Any] = {"linestyle": "", "markersize": 11}
     handles = [Line2D([], [], label=label, **plain | look) for label, look in entries.items()]
+    widths = sorted((50 + text_width(label, _FONT_SIZE) for label in entries), reverse=True)
+    columns = max(n for n in range(1, 7) if sum(widths[:n]) < 0.97 * WIDTH)
     figure.legend(
-        handles=handles, loc="lower center", ncols=min(len(handles), 6), frameon=False,
+        handles=handles, loc="lower center", ncols=min(len(handles), columns), frameon=False,
         fontsize=_FONT_SIZE, handletextpad=0.4, columnspacing=1.6,
     )  # fmt: skip
 

@@ -80,14 +80,17 @@ def compare_pictures(means: Sequence[tuple[str, StepTime]], target: Path, title:
         f"{step.gpu_share:.0%}, {step.tensor_share:.0%}" if step.parts_ns[KERNEL] else "no GPU"
         for step in steps
     ]
-    axis = "% of the step; after it: GPU utilisation, of that on tensor cores"
     times = _bars(names, steps, "ms a step", [1e6] * len(steps), lengths)
-    shares = _bars(names, steps, axis, [step.ns / 100 for step in steps], used)
+    shares = _bars(names, steps, "% of the step", [step.ns / 100 for step in steps], used)
 
     def draw(_: object) -> Any:
         figure = drawing.figure(16, 2.6 + 0.45 * min(len(steps), drawing.MOST_BARS))
-        for place, bars in zip(figure.subplots(1, 2), (times, shares), strict=True):
+        axes = figure.subplots(1, 2)
+        for place, bars in zip(axes, (times, shares), strict=True):
             drawing.plot_bars(place, bars)
+        drawing.write_legend(axes[0], ncols=4)
+        words = "after each bar: GPU utilisation, of that on tensor cores"
+        axes[1].set_title(words, loc="left", fontsize=12)
         figure.suptitle(printable(title), x=0.01, ha="left", fontweight="bold")
         return figure
 

@@ -46,7 +46,6 @@ from workshop.roofline.model import COMPUTE, DATA_SHEET, MEMORY, Point, Roofline
 from workshop.run import hardware, timing, trainer
 from workshop.run.precision import Precision, get_precision, kept_matmul_mode
 from workshop.run.timing import StepClock
-from workshop.show import roofline_chart
 from workshop.tables import Line, Table
 
 FOLDER = Path(__file__).resolve().parent
@@ -158,7 +157,7 @@ def _fill(run: LabRun, case: Case, setting: Setting) -> None:
 
     run.step_ms = time_calls(call, prepare, setting)
     run.metrics["cached"] = amounts_of(run).moved <= setting.cache
-    run.plausibility = model.flags(roofline([run]))
+    run.plausibility = model.flags(roofline(run))
     if setting.traces:
         run.metrics["trace"] = write_trace(call, setting, run.variant, setting.traces)
 
@@ -210,10 +209,9 @@ def limits(run: LabRun) -> Roofline:
     return Roofline(title, name, [], listed + ceilings.of_run(run).ceilings())
 
 
-def roofline(runs: Sequence[LabRun]) -> Roofline:
-    """The roofline of those that have a time."""
-    points = [point(run) for run in runs if run.step_ms]
-    return dataclasses.replace(limits(runs[0]), points=points)
+def roofline(run: LabRun) -> Roofline:
+    """A timed run's point under the ceilings."""
+    return dataclasses.replace(limits(run), points=[point(run)])
 
 
 def point(run: LabRun) -> Point:
@@ -281,20 +279,17 @@ def table(runs: Sequence[LabRun]) -> Table:
 
 
 def show(runs: list[LabRun], folder: Path) -> None:
-    """Prints the table, and writes it with the result file and, of what has a time, a picture."""
+    """Prints the table, and writes it with the result file."""
     for run in runs:
         run.subject = f"{len(runs)} operators"
-    written, picture, drawn = folder / "ops.md", folder / "roofline.png", roofline(runs)
+    written = folder / "ops.md"
     earlier, text = written.exists(), tables.markdown([table(runs)], heading="#") + "\n"
     (path,) = {records.add(run, folder) for run in runs}
-    contents: dict[Path, results.Content] = {written: text}
-    if drawn.points:
-        contents[picture] = lambda path: roofline_chart.draw(drawn, path, labels=len(drawn.points))
-    results.write_together(contents, gone=[picture])
+    results.write_text(written, text)
     tables.print_tables([table(runs)])
-    print(f"Written: {', '.join(map(str, [path, *contents]))}")
+    print(f"Written: {path}, {written}")
     if earlier:
-        print("Table and picture replace those of an earlier run; --output-dir DIR keeps both")
+        print("The table replaces that of an earlier run; --output-dir DIR keeps both")
     traces = [run.metrics["trace"] for run in runs if "trace" in run.metrics]
     if traces:
         more = f"  ({len(traces) - 1} more beside it)" if len(traces) > 1 else ""
@@ -330,7 +325,7 @@ def build_parser() -> argparse.ArgumentParser:
            help="then run the calls again under torch.profiler, and write a trace")  # fmt: skip
     switch("--append-dtype", help="to the operator's name, as in add(fp32)")
     add("--output-dir", type=Path, default=DEFAULT_FOLDER, metavar="DIR",
-        help="for the result file, ops.md, roofline.png and traces (default: results/"
+        help="for the result file, ops.md and traces (default: results/"
         "inference_benchmark/ops of this checkout)")  # fmt: skip
     return parser
 
