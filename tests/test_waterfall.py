@@ -163,7 +163,7 @@ def test_switches_of_v3_are_flags_and_are_recorded(tmp_path, capsys) -> None:
     assert cli.main(versions.load("v3"), words) == 0
     printed = capsys.readouterr().out
     assert f"switched off       {', '.join(names)}" in printed
-    assert printed.count("interpreted, not comparable") >= 3 and "tokens/s" not in printed
+    assert "interpreted, not comparable" in printed and "tokens/s" not in printed
     (run,) = records.load_folder(tmp_path, RunResult)
     assert [run.options[name] for name in names] == [False] * len(names)
     assert run.gate.status == "pass" and rows.variant(run) == "unfused"

@@ -96,10 +96,8 @@ def _gate_train_save(request: Request) -> int:
     canonical.load_canonical(model, canonical.canonical_state(request.config, arguments.seed))
     request.precision.set_matmul_mode()
     schedule = request.schedule
-    print(
-        f"training: {schedule.warmup} steps to warm up, then {schedule.timed} timed ones ...",
-        flush=True,
-    )
+    clock = f"the clock starts after step {schedule.warmup}"
+    print(f"training {schedule.steps} steps; {clock} ...", flush=True)
     training = trainer.train(
         model,
         request.module.configure_optimizer(model, arguments.learning_rate),
@@ -196,8 +194,7 @@ def _progress(request: Request) -> trainer.Progress:
         elif step not in (warmup + 1, last) and (step - warmup) % every:
             return
         elif request.interpreted:
-            left = progress.about((last - step) * milliseconds / 1e3)
-            speed = f"interpreted, about {left} left"
+            speed = f"interpreted{progress.left(last - step, milliseconds / 1e3)}"
         else:
             tokens = request.batch_size * request.seq_len / milliseconds * 1e3
             speed = f"time {milliseconds:.2f}ms, {tokens:,.0f} tokens/s"

@@ -426,7 +426,7 @@ def _finish(ready: Run, losses: list[Tensor], epochs: int) -> int:
         "images_per_s_last_epoch": ready.history[-1]["images_per_s"],
     }
     torch.cuda.empty_cache()  # the judge's network has the same device
-    print("gate: doing four of the steps again, each alone in fp32 ...", flush=True)
+    print("gate: training some of the steps again, in fp32 ...", flush=True)
     ready.turn.answer(partial(_show, ready), record)
     time_epochs(record, record.step_ms, epochs)
     dtype = PRECISIONS[training.variant.precision].autocast_dtype

@@ -212,8 +212,8 @@ class Training(trainer.Runner):
     def get_ready(self) -> None:
         """Trains the steps of the warm-up."""
         self.precision.set_matmul_mode()
-        timed = len(self._batches) - self.warmup
-        print(f"training: {self.warmup} steps to warm up, then {timed} timed ones ...", flush=True)
+        clock = f"the clock starts after step {self.first + self.warmup}"
+        print(f"training up to step {self.last}; {clock} ...", flush=True)
         self.setup_s = trainer.warm_up(self, self.warmup)
 
     def train(self) -> None:

@@ -25,6 +25,7 @@ from workshop.judge.judge import VersionProcess, gate_shape, is_v1
 from workshop.judge.plans import LEARNING_RATE, Asked, Options, VersionPlan, flag, record
 from workshop.judge.process import in_parallel, share_of_compilers
 from workshop.judge.references import References, Round
+from workshop.progress import about
 from workshop.results import RunResult
 from workshop.run import data, hardware, interpreter, presets, waiting
 from workshop.run.precision import LADDER, get_precision
@@ -170,8 +171,7 @@ class _Pace:
             return number
         left = self._labels[self._done :] or [""] * (self._total - self._done)
         mean = self._seconds / self._done
-        minutes = sum(self._again.get(label, mean) for label in left) / 60
-        return f"{number}, about {max(1, round(minutes))} min left"
+        return f"{number}, about {about(sum(self._again.get(label, mean) for label in left))} left"
 
 
 def _batches(plans: Iterable[VersionPlan], jobs: int) -> Iterator[list[VersionPlan]]:
@@ -257,11 +257,14 @@ class _Comparison:
                 one.measure()
                 self._finish(one)
                 self._once_s += one.gate_s
-        disturbed = [one for one in candidates if one.result.disturbed and not self._doubts(one)]
-        disturbed = disturbed[: MOST_AGAIN - self._measured_again]
+        doubted = [one.plan for one in candidates if self._doubts(one)]
+        disturbed = [
+            plan
+            for one in candidates
+            if one.result.disturbed and not (plan := one.plan).again and plan not in doubted
+        ][: MOST_AGAIN - self._measured_again]
         self._measured_again += len(disturbed)
-        again = [one for one in candidates if one in disturbed or self._doubts(one)]
-        return [one.plan for one in again if one.plan.label not in self.failed]
+        return [plan for plan in doubted + disturbed if plan.label not in self.failed]
 
     @staticmethod
     def _doubts(one: VersionProcess) -> bool:

@@ -151,8 +151,8 @@ class ToldRunner(Runner):
         super().advance()
         if self.steps:
             per_step = (time.monotonic() - self.begin) / self.done
-            left = progress.about(per_step * (self.steps - self.done))
-            print(f"step {self.done} of {self.steps} done, about {left} left", flush=True)
+            left = progress.left(self.steps - self.done, per_step)
+            print(f"step {self.done} of {self.steps} done{left}", flush=True)
 
 
 def measure(
