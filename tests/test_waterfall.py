@@ -28,7 +28,7 @@ from workshop.gate import parity
 from workshop.results import RunResult
 from workshop.run import interpreter
 from workshop.run.precision import PRECISIONS
-from workshop.show import comparisons, ladders
+from workshop.show import charts, comparisons, ladders
 from workshop.versions import VERSIONS
 
 SIZES = {
@@ -209,6 +209,19 @@ def test_each_rung_is_compared_with_the_one_before_and_with_v1() -> None:
     )
     assert sum(step.saved_ms or 0.0 for step in one.steps) == pytest.approx(100 - last.step_ms)
     assert not one.failed
+
+
+def test_one_process_and_no_difference_look_different() -> None:
+    """The second rung has the time of the first, the others are 10% faster each."""
+    runs = whole("v4", bf16={"step_ms": [99.0, 100.0, 100.0, 101.0, 100.0]})
+    once, twice = (waterfall.build(runs * n) for n in (1, 2))
+    looks = []
+    for found in (once, twice):
+        times, _ = charts.draw_waterfalls(found).axes
+        _, same, gain, *_ = (bar for group in times.containers for bar in group)
+        looks += [(bar.get_facecolor(), bar.get_hatch()) for bar in (same, gain)]
+        assert times.get_title("left").endswith("so no intervals") == (found is once)
+    assert looks[0] == looks[1] and len(set(looks)) == 3 and looks[0][1]
 
 
 def test_a_rung_with_a_red_gate_has_no_time_and_the_next_skips_it() -> None:

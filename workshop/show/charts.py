@@ -159,7 +159,7 @@ def draw_rows(rows: Sequence[Row]) -> Any:
         write_legend(legend, *column)
         legend.axis("off")
     notes = [SPLIT, DISTURBED] if any(row.disturbed for row in rows) else [SPLIT]
-    drawn.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=11)
+    drawn.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=12)
     return drawn
 
 

@@ -111,7 +111,7 @@ def ladder_section(group: Group, folders: Sequence[Path]) -> Section:
     part.charts += _losses(group)
     if timed:
         paths = [*dict.fromkeys(one.path for one in timed)]
-        add_roofline(part, group.size, paths, folders, [one.run for one in timed])
+        add_roofline(part, paths, folders, [one.run for one in timed])
     return part
 
 

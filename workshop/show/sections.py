@@ -103,7 +103,7 @@ def folder_of(path: Path, folders: Sequence[Path]) -> Path:
 
 
 def read_roofline(
-    paths: Sequence[Path], runs: Sequence[RunResult], title: str, folder: Path
+    paths: Sequence[Path], runs: Sequence[RunResult], folder: Path
 ) -> Roofline | None:
     """The roofline of some files, or of some runs in them, with all known ceilings of their device,
     measured ones from the results' folder; None if nothing in them has a place on one, or no
@@ -113,19 +113,19 @@ def read_roofline(
     except WorkshopError:  # broken files are listed anyway
         return None
     ceilings.attach(roofline, folder=folder)
-    roofline.title = title
     return roofline if roofline.ceilings else None
 
 
 def add_roofline(
-    section: Section, title: str, files: Sequence[Path], folders: Sequence[Path],
-    runs: Sequence[RunResult] = (), *, in_words: bool = True,
+    section: Section, files: Sequence[Path], folders: Sequence[Path],
+    runs: Sequence[RunResult] = (), *, title: str = "", in_words: bool = True,
 ) -> None:  # fmt: skip
     """Adds what bounds the whole steps, or the longest kernels, in words, and a chart of several
     points; the parts of a step are in the chart alone."""
-    roofline = read_roofline(files, runs, title, folder_of(files[0], folders))
+    roofline = read_roofline(files, runs, folder_of(files[0], folders))
     if roofline is None:
         return
+    roofline.title = title or roofline.title
     whole = sum(point.category == inputs.STEP for point in roofline.points)
     if in_words:
         found = sentences(roofline, whole or _KERNELS_IN_WORDS)
@@ -277,7 +277,7 @@ def benchmark(path: Path, runs: Sequence[LabRun], folders: Sequence[Path]) -> Se
                 named = dataclasses.replace(row, of=row.first.subject)
                 part.alarms += lab_alarms(named, part.title, part.links)
     part.say([kernel_rows.summary(kernel_rows.Row((first,)))])
-    add_roofline(part, part.title, [path], folders, in_words=False)
+    add_roofline(part, [path], folders, in_words=False)
     return part
 
 
@@ -341,7 +341,7 @@ def profile(found: Profile, folders: Sequence[Path]) -> Section:
         if advice.severity == advisor.WARNING:
             text = printable(f"{part.title}: {advice.sentence}")
             part.alarms.append(Alarm(SUSPECT, text, part.links))
-    add_roofline(part, part.title, [file], folders)
+    add_roofline(part, [file], folders, title=part.title)
     return part
 
 
