@@ -327,8 +327,9 @@ def _(body: Curves, page: Any, box: Box) -> None:
             series.add_data_point(x, y)
     chart = _add_chart(page, kinds.XL_CHART_TYPE.XY_SCATTER_LINES, box, data)
     for series, colour in zip(chart.plots[0].series, body.colours, strict=True):
-        mark = len(body.series[series.name]) == 1
-        series.smooth, series.marker.style = False, kinds.XL_MARKER_STYLE.CIRCLE
+        mark, line = (len(body.series[series.name]) == count for count in (1, 2))
+        styles = kinds.XL_MARKER_STYLE
+        series.smooth, series.marker.style = False, styles.NONE if line else styles.CIRCLE
         series.marker.size, series.format.line.width = 16 if mark else 10, Pt(0 if mark else 4)
         _paint(series.marker.format.fill, colour)
         series.marker.format.line.fill.background()

@@ -453,6 +453,7 @@ def draw_curves(title: str, history: list[dict[str, float]], target: Path) -> No
     for axes, name in zip(figure.subplots(1, 3), _CURVES, strict=True):
         axes.plot(epochs, [line[name] for line in history], marker="o")
         axes.set(xlabel="epoch", ylabel=name.replace("_", " "))
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
     with results.atomic_path(target) as path:
         figure.savefig(path, format="png")
