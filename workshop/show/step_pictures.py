@@ -89,8 +89,9 @@ def compare_pictures(means: Sequence[tuple[str, StepTime]], target: Path, title:
         for place, bars in zip(axes, (times, shares), strict=True):
             drawing.plot_bars(place, bars)
         drawing.write_legend(axes[0], ncols=4)
-        words = "after each bar: GPU utilisation, of that on tensor cores"
-        axes[1].set_title(words, loc="left", fontsize=12)
+        if any(step.parts_ns[KERNEL] for step in steps):
+            words = "after each bar: GPU utilisation, of that on tensor cores"
+            axes[1].set_title(words, loc="left", fontsize=12)
         figure.suptitle(printable(title), x=0.01, ha="left", fontweight="bold")
         return figure
 
