@@ -26,7 +26,7 @@ PHASES = 10
 """Steps, at most, in which the phases are timed."""
 USUAL = trainer.Schedule(warmup=5, timed=20, phases=PHASES)
 """The steps of a run, and of each process of a comparison, by default."""
-ON_A_CPU = trainer.Schedule(warmup=5, timed=10, phases=3)
+ON_A_CPU = trainer.Schedule(warmup=3, timed=10, phases=3)
 """Those of each process of a comparison without a GPU, whose steps take a hundred times longer."""
 _INTERPRETED = trainer.Schedule(warmup=1, timed=3, phases=0)
 """The same in Triton's interpreter: enough to see the loss fall. A phase's time says nothing."""

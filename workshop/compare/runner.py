@@ -22,7 +22,15 @@ from workshop import records, results, versions
 from workshop.errors import WorkshopError
 from workshop.gate.outcome import Setting
 from workshop.judge.judge import VersionProcess, gate_shape, is_v1
-from workshop.judge.plans import LEARNING_RATE, Asked, Options, VersionPlan, flag, record
+from workshop.judge.plans import (
+    LEARNING_RATE,
+    Asked,
+    Options,
+    VersionPlan,
+    flag,
+    record,
+    timed_steps,
+)
 from workshop.judge.process import in_parallel, share_of_compilers
 from workshop.judge.references import References, Round
 from workshop.progress import about
@@ -256,7 +264,7 @@ class _Comparison:
             for one in candidates:
                 one.measure()
                 self._finish(one)
-                self._once_s += one.gate_s
+            self._once_s += max((one.gate_s for one in candidates), default=0.0)
         doubted = [one.plan for one in candidates if self._doubts(one)]
         disturbed = [
             plan
@@ -311,7 +319,7 @@ class _Comparison:
             self._references[key] = References(
                 setting,
                 self._source,
-                warmup=self.asked.warmup_steps,
+                warmup=timed_steps(self.asked).warmup,
                 learning_rate=LEARNING_RATE,
                 environment=self._environment(),
                 v1_is_timed=is_v1(plan, result),

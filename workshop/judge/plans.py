@@ -39,7 +39,9 @@ class Asked:
     num_steps: int | None = option(
         f"timed steps a run (default {USUAL.timed}, on a CPU {ON_A_CPU.timed})", None
     )
-    warmup_steps: int = option("steps before them", USUAL.warmup)
+    warmup_steps: int | None = option(
+        f"steps before them (default {USUAL.warmup}, on a CPU {ON_A_CPU.warmup})", None
+    )
     repeats: int = option("processes a version", REPEATS)
     jobs: int | None = option(
         "processes that prepare at the same time; each is timed alone (default 1, on a CPU 2)", None
@@ -113,11 +115,14 @@ class VersionPlan:
 
     def schedule(self, asked: Asked) -> trainer.Schedule:
         """Its steps: of an interpreted run none, as its gate has shown what it can show."""
-        if self.interpreted:
-            return trainer.Schedule(0, 0, 0)
-        usual = USUAL if hardware.get_device(asked.device).type == "cuda" else ON_A_CPU
-        timed = asked.num_steps or usual.timed
-        return trainer.Schedule(asked.warmup_steps, timed, min(usual.phases, timed))
+        return trainer.Schedule(0, 0, 0) if self.interpreted else timed_steps(asked)
+
+
+def timed_steps(asked: Asked) -> trainer.Schedule:
+    """The steps of a process that is timed."""
+    usual = USUAL if hardware.get_device(asked.device).type == "cuda" else ON_A_CPU
+    timed = asked.num_steps or usual.timed
+    return trainer.Schedule(asked.warmup_steps or usual.warmup, timed, min(usual.phases, timed))
 
 
 def flag(name: str) -> str:
