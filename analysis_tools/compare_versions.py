@@ -28,6 +28,7 @@ from workshop.compare.rows import Row
 from workshop.compare.runner import Asked, Planned, run_plans
 from workshop.errors import WorkshopError
 from workshop.results import RunResult
+from workshop.run import presets
 from workshop.show import charts, comparisons, drawing
 from workshop.tables import escape, escape_block
 
@@ -185,6 +186,8 @@ def _sweep(options: Options, words: list[str]) -> Study:
 def _asked_for(options: Options, runs: list[RunResult]) -> list[RunResult]:
     """The runs of the given versions and V1, presets and precisions: all where none is given."""
     keys = versions.baseline_first([versions.BASELINE, *(options.versions or [])])
+    for name in {*(options.config or [])} - {"custom"}:
+        presets.get_preset(name)
     return [
         run for run in runs
         if (not options.versions or run.version in keys)

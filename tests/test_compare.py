@@ -446,7 +446,9 @@ def test_a_comparison_trains_shows_and_writes(mixed) -> None:
     assert re.search(r"│ v1 +│ +pass │ +11/11 │", stdout)
     assert re.search(r"^v1 tiny fp32, run 2 of 2: [\d.]+ ms", stderr, re.MULTILINE)
     for stage in ("gate: ", "warming up ", "audit: "):
-        assert re.search(rf"^run \d of 9.*: v1 tiny fp32: {stage}.* \.\.\.$", stderr, re.MULTILINE)
+        assert re.search(
+            rf"^runs? [\w ]+ of 9.*: v1 tiny fp32: {stage}.* \.\.\.$", stderr, re.MULTILINE
+        )
     # Those that prepare at the same time are timed when all are ready.
     assert -1 < stderr.find("v3 tiny fp32: gate: ") < stderr.find("v1 tiny fp32: audit: ")
     assert (folder / "comparison.png").is_file()

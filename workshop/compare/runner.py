@@ -150,6 +150,7 @@ def run_plans(planned: Planned, asked: Asked, session: str) -> tuple[list[RunRes
         try:
             with contextlib.closing(_Comparison(session, asked, missing, say, hear)) as under_way:
                 for batch in _batches(planned.plans, jobs):
+                    pace.begin(batch)
                     pace.add(batch, *under_way.run(batch))
                     progress.update(task, advance=len(batch), where=pace.where())
         except KeyboardInterrupt:
@@ -164,8 +165,12 @@ class _Pace:
         known = isinstance(planned.plans, Sequence)
         self._labels = [plan.label for plan in planned.plans] if known else []
         self._total, self._done, self._seconds = planned.total, 0, 0.0
+        self._at_once = 1
         self._again: dict[str, float] = {}
         """Seconds of another run, by label."""
+
+    def begin(self, batch: Sequence[VersionPlan]) -> None:
+        self._at_once = len(batch)
 
     def add(self, batch: Sequence[VersionPlan], seconds: float, once: float) -> None:
         """Takes the time of runs, and the part of it that later ones of the same label lack."""
@@ -174,7 +179,10 @@ class _Pace:
         self._again |= dict.fromkeys((p.label for p in batch), (seconds - once) / len(batch))
 
     def where(self) -> str:
-        number = f"run {min(self._done + 1, self._total)} of {self._total}"
+        first = min(self._done + 1, self._total)
+        last = min(self._done + self._at_once, self._total)
+        number = f"run {first}" if first >= last else f"runs {first} to {last}"
+        number += f" of {self._total}"
         if not self._done or self._done == self._total:
             return number
         left = self._labels[self._done :] or [""] * (self._total - self._done)

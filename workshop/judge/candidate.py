@@ -53,7 +53,8 @@ def _answer_gate(
     shape = asked["batch_size"], asked["seq_len"]
     setting = setting_of(request, asked["seed"], *shape)
     part = parity.parts(setting)[asked["part"]]
-    print("gate: answering what V1 has answered ...", flush=True)
+    compiling = "compiling and " if request.compile_mode != "none" else ""
+    print(f"gate: {compiling}answering what V1 has answered ...", flush=True)
     start, compiled = time.perf_counter(), startup.compile_seconds()
     with startup.not_counted(kernels=True, graphs=shape == (request.batch_size, request.seq_len)):
         found = parity.answer(

@@ -130,7 +130,7 @@ def _startup(row: Row) -> str:
         text += f", beside {row.prepared_beside} other {others}"
     endings = {
         "never": "; no break-even: its step is not shorter than V1's",
-        "unknown": "; break-even unknown: no significant speed-up",
+        "unknown": "; break-even unknown: no significant speed-up, or no interval",
         None: "",
     }
     return text + endings.get(row.break_even, f"; break-even with V1 {row.break_even}")
