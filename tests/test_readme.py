@@ -146,6 +146,11 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert followed > 5
 
 
+def test_each_row_of_a_table_is_a_line() -> None:
+    """A page that is wrapped anew joins them, and then shows bars in place of a table."""
+    assert not [path for path in pages() if "| | --" in path.read_text(encoding="utf-8")]
+
+
 def test_the_documents_say_what_the_result_files_say(type_command) -> None:
     """In whatever order Python has sets: that differs from run to run."""
     answer = type_command("python", "analysis_tools/update_docs.py", "--check")

@@ -221,7 +221,7 @@ QUESTIONS: tuple[Question[Outputs], ...] = (
     ),
     Predicted(
         "predict.idle_percent", "predicted: the GPU's idle share", "%", idle_percent,
-        "A kernel that takes a few microseconds is over before the host has launched the next.",
+        "A short kernel is over before the host, which the profiler slows, has launched the next.",
         within=0.3,
     ),
     Predicted(
@@ -267,7 +267,7 @@ QUESTIONS: tuple[Question[Outputs], ...] = (
     ),
     Chosen(
         "host.waits", "which of the two waits for the other", ("GPU", "host"), waits,
-        lambda outputs: f"the GPU is idle for {idle_percent(outputs):.0f}% of the time",
+        lambda outputs: f"the GPU is idle for {idle_percent(outputs):.0f}% of the profiled time",
     ),
     Found(
         "counters.fastest_gbs", "the most GB/s in the hot list", "GB/s", fastest_gbs,
