@@ -241,7 +241,7 @@ NEEDED = {
     "--report=cuda_gpu_trace --report=cuda_api_sum --report=nvtx_pushpop_sum "
     "--report=nvtx_kern_sum --format=csv",
 }
-NEWEST = {"rocprof-sys-sample": "1.8", "rocprof-sys-run": "1.8", "rocprof-compute": "3.10"}
+NEWEST = {"rocprof-sys-sample": "1.10", "rocprof-sys-run": "1.10", "rocprof-compute": "3.10"}
 
 Options = dict[str, list[str]]
 """The values of each option that a command has."""
@@ -369,7 +369,7 @@ def test_rocprofv3_gets_options_that_the_installed_version_has(
     ("tool", "versions_of_it"),
     [
         ("rocprof_compute", "3.0.0 3.1.0 3.1.1 3.2.3 3.3.0 3.4.0 3.5.0 3.6.0 3.7.0 3.9.0 3.10.0"),
-        ("rocprof_sys", "1.0.0 1.2.1 1.5.0 1.6.0 1.8.0"),
+        ("rocprof_sys", "1.0.0 1.2.1 1.5.0 1.6.0 1.8.0 1.10.0"),
     ],
 )
 def test_options_are_those_of_the_installed_version(

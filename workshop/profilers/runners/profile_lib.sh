@@ -248,7 +248,7 @@ find_version() { # find_version PROGRAM... NEWEST
   TOOL_VERSION=$(version_of "${@:1:$#-1}")
   [[ -z $TOOL_VERSION ]] || return 0
   TOOL_VERSION=$newest
-  note "the version of $1 is not to be had here: these are the options of $newest, the newest"
+  note "the version of $1 is not known here: these are the options of $newest, the newest"
 }
 
 at_least() { # at_least VERSION WANTED

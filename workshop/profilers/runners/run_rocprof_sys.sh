@@ -11,7 +11,7 @@ CLASS_MODE=trace CLASS_FORM="one step, every event, one run of the program, 2 mi
 begin "$@"
 need_gpu amd
 need rocprof-sys-sample "it is ROCm's package rocprofiler-systems"
-find_version rocprof-sys-sample 1.8
+find_version rocprof-sys-sample 1.10
 
 # Without TIME_OUTPUT=OFF the outputs lie in a folder named after the time. The trace that Perfetto
 # opens may not have what threads other than the main one do, such as the backward pass, for which
