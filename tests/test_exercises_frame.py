@@ -134,6 +134,12 @@ def test_from_the_first_check_to_the_last(typed, demo) -> None:
     assert "0 of 1 passed" in typed()[1]
 
 
+def test_a_name_without_a_command_gets_the_command(demo, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo"], demo.parents[2])
+    assert capsys.readouterr().err.endswith("error: did you mean: check demo\n")
+
+
 def test_hints_come_one_by_one(typed) -> None:
     assert "Multiply by 2. (1 more" in typed("hint", "demo")[1]
     for _ in range(2):
