@@ -156,10 +156,13 @@ class Part:
         """How many rows of the versions and of the labs have which verdict; empty without rows."""
         versions = [(row.verdict, row.plausibility) for row in self.rows]
         of_labs = [(row.verdict, row.plausibility) for row in self.lab_rows]
+        found = [*_verdicts("Versions", versions)]
         more = sum(one.run.kind == "run" for one in self.collection.runs) - len(_runs(self.groups))
-        rest = "A row is a version's newest comparison at its size, or its newest run without one; "
-        rest += f"that leaves out {count(more, 'run')}."
-        found = [*_verdicts("Versions", versions), *([rest] if more else [])]
+        if more and self.title == OWN:
+            row = (
+                "A row is a version's newest comparison at its size, or its newest run without one"
+            )
+            found.append(f"{row}; that leaves out {count(more, 'run')}.")
         return " ".join([*found, *_verdicts("Labs", of_labs)])
 
 
