@@ -476,7 +476,9 @@ def test_a_red_gate_and_a_crash_cost_their_own_rows(mixed) -> None:
         assert f"{label}: {reason}" in stdout
     for label in ("v2", "v4", "hf"):  # it failed once and was not run again
         assert len(re.findall(rf"^{label} tiny fp32, run", stderr, re.MULTILINE)) == 1
-    statuses = {run.version: run.status for run in records.load_folder(folder, RunResult)}
+    runs = records.load_folder(folder, RunResult)
+    assert all("name" in run.data for run in runs)
+    statuses = {run.version: run.status for run in runs}
     assert (statuses["v2"], statuses["v4"]) == ("gate failed", "failed")
     (log,) = folder.rglob("*.log")
     assert "no such kernel" in log.read_text()

@@ -134,6 +134,12 @@ def test_from_the_first_check_to_the_last(typed, demo) -> None:
     assert "0 of 1 passed" in typed()[1]
 
 
+def test_a_name_without_a_command_gets_the_command(demo, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo"], demo.parents[2])
+    assert capsys.readouterr().err.endswith("error: did you mean: check demo\n")
+
+
 def test_hints_come_one_by_one(typed) -> None:
     assert "Multiply by 2. (1 more" in typed("hint", "demo")[1]
     for _ in range(2):
@@ -374,6 +380,46 @@ def test_times_of_a_disturbed_baseline_are_not_judged(tmp_path) -> None:
     uneven = stored_runs.lab_run(step_ms=[10.0, 10.0, 20.0, 20.0])
     (warning,) = disturbed([uneven, stored_runs.lab_run()])
     assert "the steps of 1 of 2 runs" in warning.what and not warning.counted
+
+
+@pytest.mark.parametrize(
+    ("factors", "device", "said"),
+    [
+        ((1, 1.6, 0.45), "cpu", "Twice the work can't take less time. Your two equal runs differ"),
+        ((1, 1, 0.45), "cpu", "Twice the work can't take less time. Run"),
+        ((1.3, 1, 1), "cpu", "Your two equal runs differ by 31%. Run the three again on a quiet"),
+        ((1.3, 1, 0.45), "cuda", ""),
+        ((1.2, 1, 1), "cpu", ""),
+    ],
+)
+def test_times_that_contradict_each_other_are_not_judged(tmp_path, factors, device, said) -> None:
+    """`factors`: of the later, the earlier and the doubled run's times."""
+    quiet = sorted((SOLUTIONS / "baseline_analysis" / "results" / "runs").iterdir())
+    earlier, later, doubled = map(stored_runs.content, quiet)
+    for run, factor in zip((later, earlier, doubled), factors, strict=True):
+        run["step_ms"] = [factor * ms for ms in run["step_ms"]]
+        run["device"]["type"] = device
+        stored_runs.write(tmp_path, run)
+    wrong = with_answers("baseline_analysis", tmp_path, step_ms=1.0, larger_part="fixed")
+    items = checked("baseline_analysis", answers=wrong, results=tmp_path)
+    assert ("the time of a step: yours, 1 ms" in red(items)) == (not said)
+    if said:
+        assert said in shown(items) and not red(items)
+        assert sum("not judged" in item.why for item in items) == 10
+
+
+@pytest.mark.parametrize("fast", [0, 1, 2])
+def test_a_run_that_beats_its_peak_is_said(tmp_path, fast) -> None:
+    """`fast`: by its time; 1 is the later of the equal runs."""
+    quiet = sorted((SOLUTIONS / "baseline_analysis" / "results" / "runs").iterdir())
+    for number, run in enumerate(map(stored_runs.content, quiet)):
+        run["peak_tflops"] /= 2 if number == fast else 1
+        stored_runs.write(tmp_path, run)
+    where = {**solution("baseline_analysis"), "results": tmp_path}
+    items = checked("baseline_analysis", **where)
+    assert "warning: 1 of 3 runs beat their peak" in shown(items)
+    assert "no number is impossible" not in shown(items)
+    assert ("the least time of a step: not judged" in shown(items)) == (fast == 1)
 
 
 def test_the_bottleneck_of_a_gpu(tmp_path) -> None:

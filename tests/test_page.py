@@ -188,7 +188,7 @@ def test_each_kind_of_result_is_there(written) -> None:
     assert sum(int(row[-1]) for row in parsed.named("What was run")[0][1:]) == len(runs)
     commands = parsed.named("Command lines")[0][1:]
     assert len(commands) == 2 * 7 + 6 + 3 * 4
-    assert all(re.search(r"tiny_llama_v|hugging_face_", row[1]) for row in commands)
+    assert all(re.match(r"python \w+/(tiny_llama_v|hugging_face_)", row[1]) for row in commands)
     run = runs_of("medium", "bf16", "v3")[0]
     for words in ("What each change is worth", "Cost as work grows", "inference_benchmark: ",
                   "of ceiling", "What the harness costs", "torch.profiler, ", run["git_commit"],
@@ -233,11 +233,14 @@ def test_ones_own_results_come_first_and_others_failures_are_no_warning_above_th
     here, says, then = results_of(tmp_path).page(Choice()).sentences
     assert here.startswith(f"{page.OWN}: 1 run; {page.OTHERS}: 1 run") and "on My GPU" in says
     assert then == "make profile shows what bounds your versions; its profiles will be below."
+    assert "that leaves out" not in html
     # Now it is one's own.
     write(tmp_path, theirs, "red", **changes)
     write(tmp_path, own, "fast", plausibility=["faster than light"])
+    write(tmp_path, own, "older", session="20200101-000000-aaaaaa")
     html = make(tmp_path, at=tmp_path)
     begin = html[html.index("2 to look into") :]
+    assert "that leaves out 1 run." in html
     words = ("FAIL", "norm.weight is missing", "IMPLAUSIBLE", "faster than light")
     assert all(begin.index(word) < begin.index("median over all steps") for word in words)
     assert '<td class="number">FAIL</td>' in html[: html.index(f"<h2>{page.OTHERS}")]

@@ -291,6 +291,7 @@ class _Comparison:
         """Starts a plan's process when V1 has answered what it needs; None, recorded and told, if
         V1 could not."""
         result = record(plan, self.asked, self.name, beside)
+        result.data = self._source.record
         if plan.again:
             result.gate = self._gates.pop(plan.label, result.gate)
         start_s = time.monotonic()

@@ -11,7 +11,7 @@ if __name__ == "__main__":
 
 from workshop import errors
 from workshop.arguments import count, parse
-from workshop.exercises import frame, runner
+from workshop.exercises import frame, runner, sheet
 from workshop.versions import ROOT
 
 
@@ -55,7 +55,10 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
     Args:
         root: the folder of the versions' folders.
     """
-    arguments = parse(build_parser(), argv)
+    parser, words = build_parser(), sys.argv[1:] if argv is None else argv
+    if words and any(words[0] == folder.name for folder in sheet.folders(root)):
+        parser.error(f"did you mean: check {words[0]}")
+    arguments = parse(parser, argv)
 
     def work() -> int:
         errors.require("rich")

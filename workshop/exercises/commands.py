@@ -169,7 +169,7 @@ def _next_hint(one: Sheet, progress: Progress) -> Group:
     left = len(one.hints) - number - 1
     last = f"that is the last one; the solution: exercises/solutions/{one.name}/"
     return Group(
-        Text(f"{one.title}: {one.hints[number].title.lower()}", style="bold"),
+        Text(f"{one.title} - {one.hints[number].title.lower()}", style="bold"),
         Markdown(one.hints[number].text),
         Text(f"({left} more: type it again)" if left else f"({last})", style="dim"),
     )

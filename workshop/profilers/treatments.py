@@ -85,7 +85,7 @@ def _products(figures: Figures) -> str:
     if figures.on_host:
         return (
             "The CPU's library computes them. Most of what the workshop's versions change lies "
-            "between them: profile on a GPU, where that takes more of the time (README.md)."
+            "between them: profile on a GPU, where that takes more of the time."
         )
     if run is None:
         return (

@@ -22,7 +22,7 @@ from workshop.show.drawing import Chart
 from workshop.show.ladders import Group, at_a_glance, ladder_section, ladders, speedups
 from workshop.show.sections import Alarm, Section
 from workshop.tables import Cell, Line, Link, Table
-from workshop.versions import BASELINE, ROOT
+from workshop.versions import ALL, BASELINE, ROOT
 
 REFERENCE = "reference"
 """The subfolder of others' results."""
@@ -156,7 +156,14 @@ class Part:
         """How many rows of the versions and of the labs have which verdict; empty without rows."""
         versions = [(row.verdict, row.plausibility) for row in self.rows]
         of_labs = [(row.verdict, row.plausibility) for row in self.lab_rows]
-        return " ".join([*_verdicts("Versions", versions), *_verdicts("Labs", of_labs)])
+        found = [*_verdicts("Versions", versions)]
+        more = sum(one.run.kind == "run" for one in self.collection.runs) - len(_runs(self.groups))
+        if more and self.title == OWN:
+            row = (
+                "A row is a version's newest comparison at its size, or its newest run without one"
+            )
+            found.append(f"{row}; that leaves out {count(more, 'run')}.")
+        return " ".join([*found, *_verdicts("Labs", of_labs)])
 
 
 def _verdicts(of: str, found: Sequence[tuple[str, list[str]]]) -> Iterator[str]:
@@ -398,7 +405,9 @@ def _commands(groups: Sequence[Group]) -> Table:
     for group in groups:
         for row, stored in group.pairs():
             gated = next((one for one in stored if one.run.gate.status != "not run"), stored[0])
-            command = Cell(printable(" ".join(gated.run.command)) or "-", is_code=True)
+            program, words = ALL[row.version].path, " ".join(gated.run.command)
+            words = words.replace(f" {program.name}", f" {program.relative_to(ROOT)}", 1)
+            command = Cell(printable(words) or "-", is_code=True)
             file = Cell("", [Link("result file", gated.path)])
             lines.append(Line([f"{row.label} {group.size}", command, file]))
     return Table("Command lines", ["version and size", "command", ""], lines, left=range(3))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workshop.collection import StoredRun
-from workshop.exercises.frame import Item, Missing, Work, setting
+from workshop.exercises.frame import Item, Missing, Work, note, setting
 from workshop.exercises.predict import (
     Chosen,
     Found,
@@ -26,7 +26,8 @@ PARTS = ("tokens", "fixed")
 UNDECIDED = (1.4, 1.6)
 """Ratios at which twice the batch says neither clearly."""
 QUIET = 1.25
-"""Times that the peaks measured before two runs may differ by on a machine as busy in both."""
+"""The factor by which the times of two equal runs on a CPU, or the peaks measured before two runs,
+may differ on a machine as busy in both."""
 
 
 @dataclass(frozen=True)
@@ -44,31 +45,55 @@ def check(work: Work) -> Iterator[Item]:
     return ask(work, measured, (_runs, *QUESTIONS))
 
 
-def gflop(m: Measured) -> float:
+def gflop(run: RunResult) -> float:
     """Operations of a step."""
-    run = m.later
     return flops.step_flops(model_sizes(run.config), run.batch_size, run.seq_len).total / 1e9
+
+
+def share_of_peak(run: RunResult) -> float:
+    """The share of its peak that a run reached; above 1 the peak was measured too low."""
+    return gflop(run) / (run.peak_tflops or float("nan")) / timing.median(run.step_ms)
 
 
 def least_ms(m: Measured) -> float:
     """Time of a step's operations at the peak of the later run."""
-    return gflop(m) / (m.later.peak_tflops or float("nan"))
+    if share_of_peak(m.later) > 1:
+        raise NotCompared("not judged: other programs ran while the peak was measured")
+    return gflop(m.later) / (m.later.peak_tflops or float("nan"))
+
+
+def impossible_times(m: Measured) -> str:
+    """Sentences on times that a quiet CPU doesn't give; "" for none. On a GPU small steps wait for
+    launches: there equal runs do differ, and more tokens take no longer."""
+    if m.later.device.get("type") != "cpu":
+        return ""
+    later, earlier, doubled = (timing.median(r.step_ms) for r in (m.later, m.earlier, m.doubled))
+    apart = max(later, earlier) / min(later, earlier)
+    found = "Twice the work can't take less time. " if doubled < later else ""
+    return found + (f"Your two equal runs differ by {apart - 1:.0%}. " if apart > QUIET else "")
+
+
+def quiet_ms(m: Measured, run: RunResult) -> float:
+    """Median time of a step of a run. Raises NotCompared if other programs disturbed the runs."""
+    if impossible_times(m):
+        raise NotCompared("not judged: see the warning")
+    return step_ms(run)
 
 
 def backward_over_forward(m: Measured) -> float:
-    step_ms(m.later)  # a disturbed run's phases say as little as its steps
+    quiet_ms(m, m.later)  # the phases of such a run say as little as its steps
     return timing.median(m.later.backward_ms) / timing.median(m.later.forward_ms)
 
 
 def runs_differ(m: Measured) -> float:
     """The longer median over the shorter one."""
-    a, b = step_ms(m.later), step_ms(m.earlier)
+    a, b = quiet_ms(m, m.later), quiet_ms(m, m.earlier)
     return max(a, b) / min(a, b)
 
 
 def growth(m: Measured) -> float:
     """The time of a step with twice the batch over that with the batch."""
-    return step_ms(m.doubled) / step_ms(m.later)
+    return quiet_ms(m, m.doubled) / quiet_ms(m, m.later)
 
 
 def larger_part(m: Measured) -> set[str]:
@@ -76,10 +101,10 @@ def larger_part(m: Measured) -> set[str]:
     that it was busier in one of the two runs."""
     peaks = [run.peak_tflops for run in (m.later, m.doubled) if run.peak_tflops]
     if peaks and max(peaks) > QUIET * min(peaks):
-        note = " and ".join(f"{peak:.3g}" for peak in peaks)
+        both = " and ".join(f"{peak:.3g}" for peak in peaks)
         raise NotCompared(
             f"{growth(m):.2f} times as long says nothing: the machine was busier in one of the two "
-            f"runs (a large matrix product reached {note} TFLOP/s); run both again, with nothing "
+            f"runs (a large matrix product reached {both} TFLOP/s); run both again, with nothing "
             "else beside them"
         )
     least, most = UNDECIDED
@@ -97,7 +122,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     ),
     Predicted(
         "predict.gflop_a_step", "predicted: operations of a step", "GFLOP",
-        gflop,
+        lambda m: gflop(m.later),
         "6 x weights x tokens: a factor of 3 is the backward pass, a factor of 2 the addition that "
         "comes with every multiplication, a factor of 8 the batch.", within=0.1,
     ),
@@ -108,7 +133,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         "far from that is a fault before any training.", within=0.05,
     ),
     Predicted(
-        "predict.step_ms", "predicted: the time of a step", "ms", lambda m: step_ms(m.later),
+        "predict.step_ms", "predicted: the time of a step", "ms", lambda m: quiet_ms(m, m.later),
         "A guess without a count behind it is seldom within a factor of three, which is why one "
         "measures. From the operations alone comes the least that it can be: see least_ms.",
     ),
@@ -124,12 +149,12 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         within=0.15,
     ),
     Found(
-        "found.step_ms", "the time of a step", "ms", lambda m: step_ms(m.later),
+        "found.step_ms", "the time of a step", "ms", lambda m: quiet_ms(m, m.later),
         "The line `batch` of the summary: the median, of the later of the two runs.",
     ),
     Found(
         "found.tokens_per_s", "tokens a second", "tokens/s",
-        lambda m: m.later.batch_size * m.later.seq_len / step_ms(m.later) * 1e3,
+        lambda m: m.later.batch_size * m.later.seq_len / quiet_ms(m, m.later) * 1e3,
         "The line `speed` of the summary; batch x tokens over the time of a step.",
     ),
     Found(
@@ -173,20 +198,28 @@ def _runs(work: Work) -> Iterator[Item]:
     m = measured(work)
     run, three = m.later, (m.later, m.earlier, m.doubled)
     later, earlier, doubled = (timing.median(one.step_ms) for one in three)
-    note = (
+    times = (
         f"{later:.4g} and {earlier:.4g} ms with {run.batch_size} sequences, "
         f"{doubled:.4g} ms with {m.doubled.batch_size}"
     )
-    if least_ms(m) > later:
-        note += "\nFaster than its peak: other programs ran while the peak was measured."
-    note += "".join(f"\n{path.relative_to(work.results)}" for path in m.files)
+    times += "".join(f"\n{path.relative_to(work.results)}" for path in m.files)
     what = f"{run.config_name}, {run.precision}, {run.device.get('name')}"
-    yield Item(True, f"your three runs: {what}", note)
+    yield Item(True, f"your three runs: {what}", times)
     yield from disturbed(three)
+    if why := impossible_times(m):
+        why += "Run the three again on a quiet machine."
+        yield note("warning: nothing is judged by these times", why)
+    if fast := [one for one in three if share_of_peak(one) > 1 and not one.plausibility]:
+        shares = (
+            f"{one.batch_size} sequences: {share_of_peak(one):.1%} of {one.peak_tflops:.3g} TFLOP/s"
+            for one in fast
+        )
+        why = "Other programs ran while the peak was measured."
+        yield note(f"warning: {len(fast)} of 3 runs beat their peak", "\n".join([*shares, why]))
     doubts = [sentence for one in three for sentence in one.plausibility]
     if any(one.gate.status != "pass" for one in three):
         doubts.append("The gate failed: see its result file.")
-    what = "they passed the gate, and no number is impossible"
+    what = "they passed the gate" + ("" if fast else ", and no number is impossible")
     yield Item(not doubts, what, "\n".join(doubts))
 
 

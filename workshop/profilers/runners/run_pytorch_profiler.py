@@ -152,6 +152,7 @@ def show(run: Watched, folder: Path) -> int:
     Console().print(advisor.render(advisor.advise(table, run.record)))
     if run.device.type == "cpu":
         print("The profiler slows every operator on a CPU: read shares and counts, not times.")
+        print("PyTorch's warning is about memory older than the profile: it changes no time.")
     return status
 
 
