@@ -97,7 +97,8 @@ def inspect(type_command, tmp_path_factory) -> Callable[..., Inspection]:
 @pytest.mark.parametrize("target", AMD)
 def test_every_kernel_compiles_fits_and_spills_nothing_into_memory(inspect, target) -> None:
     finished, kernels, asm = inspect(f"--target {' '.join(AMD)} --config small very_large")
-    assert (finished.returncode, finished.stderr) == (0, ""), finished.stdout
+    told = [x for x in finished.stderr.splitlines() if not x.startswith("compiling: ")]
+    assert (finished.returncode, told) == (0, []), finished.stdout
     compiled = [kernel for kernel in kernels if kernel["target"] == target]
     assert {kernel["kernel"] for kernel in compiled} == LAUNCHED
     for kernel in compiled:
