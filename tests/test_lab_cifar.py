@@ -91,9 +91,9 @@ def train(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
     monkeypatch.setattr("workshop.run.hardware.measure_matmul_tflops", lambda *_: 1.0)
     write_cifar(tmp_path / "data")
 
-    def run(*flags: str | Path, out: str = "out") -> tuple[int, str]:
+    def run(*flags: str | Path, out: str = "out", lr: str = "--lr=0.05") -> tuple[int, str]:
         where = ["--data", tmp_path / "data", "--out-dir", tmp_path / out]
-        usual = ["--device", "cpu", "--batch-size", "8", "--lr", "0.05", "--epochs", "4"]
+        usual = ["--device", "cpu", "--batch-size", "8", "--epochs", "4", *lr.split()]
         words = [*usual, "--output-dir", tmp_path / "results", *where, *flags]
         status = main([str(word) for word in words])
         printed = capsys.readouterr()
@@ -129,7 +129,10 @@ def test_digits_have_cifars_layout_and_a_fixed_split() -> None:
     assert found.train.images.max() == 255
 
 
-def test_digits_stand_in_loudly(monkeypatch, tmp_path, train) -> None:
+@pytest.mark.parametrize(
+    ("flag", "rate"), [("", "0.02 (the default for digits)"), ("--lr=0.1", "0.1")]
+)
+def test_digits_stand_in_loudly(flag, rate, monkeypatch, tmp_path, train) -> None:
     """Where CIFAR-10 can't be downloaded."""
     other = data.cifar10(tmp_path / "data")
     values = other.train.images / 255
@@ -142,11 +145,13 @@ def test_digits_stand_in_loudly(monkeypatch, tmp_path, train) -> None:
 
     monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", download)
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5: False)
-    status, printed = train("--epochs", "2")
+    status, printed = train("--epochs", "2", lr=flag)
     assert status == 0, printed
     assert "WARNING" in printed and "no network" in printed and "DIGITS" in printed
+    assert f"highest learning rate: {rate}\n" in printed
     options = the_run(tmp_path / "results").options
     assert (options["dataset"], options["asked_for_dataset"]) == ("digits", "cifar10")
+    assert f"{options['lr']:g}" == rate.split()[0]
 
 
 # --- batches -------------------------------------------------------------------------------------
@@ -353,7 +358,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(train, tmp_path, flags) -> 
     status, printed = train("--save-every", "1", *flags)
     assert status == 0, printed
     middle = tmp_path / "out" / "resnet18_cifar10_epoch_2.pt"
-    status, printed = train("--resume", middle, "--save-every", "1", *flags, out="resumed")
+    status, printed = train("--resume", middle, "--save-every", "1", *flags, out="resumed", lr="")
     assert status == 0 and "note: " not in printed, printed
     assert same(weights(tmp_path / "out"), weights(tmp_path / "resumed"))
     last = "resnet18_cifar10_epoch_4.pt"
@@ -444,7 +449,7 @@ def test_fast_paths_train_the_same_on_a_gpu(train, flags) -> None:
 @pytest.mark.parametrize("flags", [(), *measure_table.variants(torch.device("cuda"))])
 def test_the_real_network_is_proven_on_a_gpu(flags: tuple[str, ...], tmp_path: Path) -> None:
     folders = ["--out-dir", str(tmp_path), "--output-dir", str(tmp_path)]
-    few = ["--dataset", "digits", "--epochs", "2", "--batch-size", "32", "--lr", "0.02"]
+    few = ["--dataset", "digits", "--epochs", "2", "--batch-size", "32"]
     assert main([*few, *folders, *flags]) == 0
     assert the_run(tmp_path).metrics["best_accuracy"] > 0.7
 

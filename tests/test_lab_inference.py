@@ -477,6 +477,7 @@ def test_the_guides_lines_and_the_result_file(tmp_path: Path) -> None:
         cwd=PROGRAM.parent, capture_output=True, text=True, check=True,
     )  # fmt: skip
     for line in (r"Epoch 2: Loss = \d\.\d{4}, Time", r"Throughput: [\d.]+ samples",
+                 r"Warmup iteration 0: Time", r"nothing is trained", r"Milliseconds per batch: \d",
                  r"Latency: p50 .* p90 .* p99", r"Operations of a batch: 7\.3 GFLOP",
                  r"Gate: pass"):  # fmt: skip
         assert re.search(line, done.stdout), line
@@ -522,6 +523,22 @@ def test_a_red_run_prints_no_throughput(capsys: pytest.CaptureFixture[str]) -> N
     output = capsys.readouterr().out
     assert "FAIL, no throughput: other logits" in output
     assert not re.search(r"Throughput:|Latency|Achieved|per second", output)
+
+
+@pytest.mark.parametrize(
+    ("mode", "ceiling", "line"),
+    [
+        ("inference", {"ceiling_gbs": 40.0}, "10 GB/s, 25.0% of a large copy's 40 GB/s"),
+        ("inference", {}, ""),
+        ("training", {"ceiling_gbs": 40.0}, ""),
+    ],
+)
+def test_the_summary_has_the_bandwidths_share(mode, ceiling, line) -> None:
+    run = single.new_run(arguments("--batch-size", "6", "--mode", mode), SMALL, Variant(), CPU)
+    run.step_ms, run.flops_per_step = [10.0], 1e9
+    run.metrics = {"flop_per_byte": 10.0, **ceiling}
+    lines = [found for found in single._work(run) if found.startswith("Memory traffic")]
+    assert lines == [f"Memory traffic, layer by layer: {line}"] * bool(line)
 
 
 @pytest.mark.parametrize("limit", (0, 1, 7, 1000, 4097, 2**20))

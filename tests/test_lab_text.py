@@ -507,6 +507,7 @@ def test_what_this_machine_has_not_is_said_in_a_line(refuses, monkeypatch) -> No
     )
     for name, flags in MISSING.items():
         refuses(flags.split(), 77, f"{name} ")
+    refuses(["--load_in_8bit"], 77, "or take --engine fast")
     refuses([], 77, "deepspeed is missing", main=lambda argv: lm_gen_ds.main(argv, "deepspeed"))
 
 

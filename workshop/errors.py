@@ -151,13 +151,18 @@ _NOT_IN_SETUP = ("transformers", "tokenizers", "safetensors", "deepspeed", "acce
 """Packages that are large, or of few."""
 
 
-def require(*packages: str) -> None:
-    """Raises NotOnThisMachine where a package is missing that the work can't do without."""
+def require(*packages: str, instead: str = "") -> None:
+    """Raises NotOnThisMachine where a package is missing that the work can't do without.
+
+    Args:
+        instead: another way to do the work, which the message ends with.
+    """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         setup = "" if set(missing) <= {*_NOT_IN_SETUP} else "run `make setup`, or "
+        other = f", or {instead}" if instead else ""
         raise NotOnThisMachine(
             f"{' and '.join(missing)} {verb} missing: {setup}pip install "
-            f"{' '.join(_OTHER_NAMES.get(name, name) for name in missing)}"
+            f"{' '.join(_OTHER_NAMES.get(name, name) for name in missing)}{other}"
         )

@@ -35,6 +35,8 @@ LOGITS_FLOOR = 2.0**-12
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 """As published with many networks: of the 50,000 images, each colour of 0 to 1."""
 WEIGHT_DECAY = 5e-4
+LEARNING_RATES = {"cifar10": 0.1, "digits": 0.02}
+"""Highest learning rate of each dataset, without --lr."""
 Tensors = dict[str, Tensor]
 
 
@@ -62,6 +64,11 @@ class Reference:
         return self.arguments.epochs * self.epoch_steps
 
     @property
+    def highest_rate(self) -> float:
+        given: float | None = self.arguments.lr
+        return LEARNING_RATES[self.dataset.name] if given is None else given
+
+    @property
     def warmup(self) -> int:
         """Steps in which the learning rate rises; a cosine to 0 follows."""
         given: int | None = self.arguments.warmup
@@ -71,7 +78,7 @@ class Reference:
         return steps.Sgd(0.9, self.learning_rate, WEIGHT_DECAY, nesterov=True)
 
     def learning_rate(self, number: int) -> float:
-        rate = self.arguments.lr
+        rate = self.highest_rate
         if number < self.warmup:
             return rate * (number + 1) / self.warmup
         turn = math.pi * (number - self.warmup) / max(1, self.total - self.warmup)

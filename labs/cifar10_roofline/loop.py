@@ -67,7 +67,7 @@ fast path that trains something else gets no throughput.
 
     python train.py --model resnet18 --epochs 5 --batch-size 128
     python train.py --model resnet18 --epochs 20 --batch-size 256 --amp --workers 4
-    python train.py --dataset digits --epochs 4 --batch-size 32 --lr 0.02 --channels-last
+    python train.py --dataset digits --epochs 4 --batch-size 32 --channels-last
     python train.py --epochs 1 --batch-size 128 --profile-one-step --warmup-iters 20
 """
 
@@ -79,7 +79,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", choices=MODELS, default="resnet18", help="default resnet18")
     number("--epochs", default=20, help="passes over the images (default 20)")
     number("--batch-size", default=128, help="images a step (default 128)")
-    add("--lr", type=float, default=0.1, metavar="X", help="highest learning rate (default 0.1)")
+    add("--lr", type=float, metavar="X",
+        help="highest learning rate (default 0.1 for CIFAR-10, 0.02 for digits)")  # fmt: skip
     add("--warmup", type=int, metavar="N", help="steps in which the learning rate rises to --lr; a "
         "cosine to 0 follows (default: one epoch, at most half of all steps)")  # fmt: skip
     add("--label-smoothing", type=float, default=0.1, metavar="X",
@@ -209,8 +210,9 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
     if arguments.amp and device.type == "cpu":
         print("--amp is without effect on the CPU", file=sys.stderr)
     saved = step.read_checkpoint(arguments.resume) if arguments.resume else None
-    if arguments.warmup is None and saved:
-        arguments.warmup = saved["settings"]["warmup"]
+    for name in ("lr", "warmup"):
+        if saved and getattr(arguments, name) is None:
+            setattr(arguments, name, saved["settings"][name])
     for folder, flag in ((arguments.out_dir, "--out-dir"), (arguments.output_dir, "--output-dir")):
         results.prepare_folder(folder, flag)
     dataset = data.load(arguments.dataset, arguments.data)
@@ -225,7 +227,7 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
         arguments.workers, arguments.data_on_gpu,
     )  # fmt: skip
     problem = Problem(
-        Schedule(arguments.lr, reference.warmup, reference.total),
+        Schedule(reference.highest_rate, reference.warmup, reference.total),
         arguments.label_smoothing, dataset.mean, dataset.std,
     )  # fmt: skip
     variant = variant_of(arguments, precision.name)
@@ -234,7 +236,8 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
     model = step.build(arguments.model)
     training = Training(model, variant, problem, device)
     settings = {name: getattr(arguments, name) for name in _SAME_ON_RESUME}
-    settings |= {"dataset": dataset.name, "warmup": reference.warmup, "precision": precision.name}
+    settings |= {"lr": reference.highest_rate, "warmup": reference.warmup}
+    settings |= {"dataset": dataset.name, "precision": precision.name}
     record = new_run(arguments, dataset.name, variant, device)
     record.options |= settings
     record.flops_per_step = shared.flops_per_image(model, 32) * arguments.batch_size
@@ -322,12 +325,14 @@ def train(ready: Run) -> int:
 
 
 def _headline(ready: Run) -> str:
-    r, steps = ready.record, ready.batches.steps
+    r, steps, rate = ready.record, ready.batches.steps, ready.training.problem.schedule.highest
+    chosen = ready.arguments.lr is None and ready.dataset.name == "digits"
     compiles = "\nthe first step compiles: minutes, the first time"
     return (
         f"{r.subject}: {r.variant}, on {r.device['name']}\n"
         f"epochs: {ready.arguments.epochs}, of {steps} steps each with "
-        f"{(r.flops_per_step or 0) / 1e12:.3f} TFLOP"
+        f"{(r.flops_per_step or 0) / 1e12:.3f} TFLOP\n"
+        f"highest learning rate: {rate:g}{' (the default for digits)' * chosen}"
     ) + compiles * ready.training.variant.compile
 
 

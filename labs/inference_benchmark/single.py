@@ -298,7 +298,8 @@ def iterations(say: Say, bench: Bench) -> None:
         if (name, i) == ("Epoch", 0):
             say("Warmup complete.")
             say("")
-            say("Running timed iterations...")
+            note = "" if bench.training else " (the loss is of random weights: nothing is trained)"
+            say(f"Running timed iterations{note} ...")
         known = "" if loss is None else f"Loss = {loss:.4f}, "
         say(f"{name} {i}: {known}Time = {ms / 1e3:.4f} seconds")
     say("")
@@ -357,6 +358,7 @@ def _speed(run: LabRun, group: Group) -> list[str]:
         f"Latency: p50 {p50:.3f} ms, p90 {p90:.3f} ms, p99 {p99:.3f} ms",
         f"Throughput: {per_s:,.1f} samples/sec{whole}, from the median",
         f"Images per second: {per_s:,.1f}",
+        f"Milliseconds per batch: {p50:,.3f}",
         f"Microseconds per sample: {p50 / run.units_per_step * 1e3:,.1f}",
     ]
     if deviation / mean > UNSTEADY:
@@ -402,6 +404,13 @@ def _work(run: LabRun) -> list[str]:
         f"Achieved: {rate:,.3g} TFLOP/s",
         f"Arithmetic intensity: {run.metrics['flop_per_byte']:,.1f} FLOP a byte, layer by layer",
     ]
+    if run.options.get("mode") == "inference" and "ceiling_gbs" in run.metrics:
+        gbs = rate / float(run.metrics["flop_per_byte"] or 0.0) * 1e3 / run.processes
+        copy = float(run.metrics["ceiling_gbs"] or 0.0)
+        lines.append(
+            f"Memory traffic, layer by layer: {gbs:,.0f} GB/s, {gbs / copy:.1%} of a large copy's "
+            f"{copy:,.0f} GB/s"
+        )
     if run.peak_tflops:
         share = rate / run.peak_tflops / run.processes
         lines.append(f"Share of the data sheet's {run.peak_tflops:,.0f} TFLOP/s: {share:.1%}")

@@ -92,7 +92,8 @@ def import_transformers(arguments: argparse.Namespace) -> None:
     if arguments.device_map:
         require("accelerate")
     if arguments.load_in_8bit and arguments.engine != "fast":
-        require("accelerate", "bitsandbytes")
+        own = "take --engine fast, which has its own int8 for Llamas"
+        require("accelerate", "bitsandbytes", instead=own)
     if arguments.engine in ("deepspeed", "vllm"):
         require(arguments.engine)
     make_importable()  # transformers imports torchvision
