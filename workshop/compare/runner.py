@@ -236,7 +236,7 @@ class _Comparison:
         """Those whose reference, V1's own run, comes later in their repeat."""
         self._measured_again = 0
         self._once_s = 0.0
-        """What references and gates took, which later runs don't need."""
+        """Seconds that references and gates took, which later runs do not need."""
         self._gates: dict[str, results.Parity] = {}
         """Verdicts of runs that are measured again in the place of the first time."""
         self._path = records.path_in(asked.output_dir, name)
