@@ -48,6 +48,7 @@ def _report(options: Options) -> int:
     errors.require("jinja2", "matplotlib", "rich")
     # These import torch, which --help does not need.
     import torch
+    from rich.console import Console
 
     from workshop import results, tables
     from workshop.collection import Collection
@@ -61,9 +62,9 @@ def _report(options: Options) -> int:
         raise WorkshopError(
             f"{target} exists, and your notes may be in it: move it, or choose another --output-dir"
         )
-    print("reading results ...", flush=True)
-    collection.refresh()
-    parts = page.read(collection)
+    with Console(stderr=True).status("reading results"):
+        collection.refresh()
+        parts = page.read(collection)
     html = None
     if parts:
         results.prepare_folder(folder)  # before the charts, which take time
@@ -72,7 +73,6 @@ def _report(options: Options) -> int:
     elif parts:
         made = page.make(parts, title="Training results")
         charts = [*made.charts.values()]
-        print(f"drawing {len(charts)} charts ...", flush=True)
         for _ in tables.tracked(drawing.draw_all(charts), "charts", len(charts)):
             pass
         html = page.html_page(made, folder)
