@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from test_compare import FEW_STEPS, SHRINK_PRESET, copy_repository, tool
@@ -33,6 +34,15 @@ def test_the_wait_is_that_of_the_thread_that_waited_longest(tmp_path, monkeypatc
     write(t1="6000000000 2500000000 9\n", t2="7000000000 2100000000 9\n", t3="1 3000000000 1\n")
     assert waiting.longest_share(before, 4.0) == pytest.approx(0.75)  # of t3, which is new
     assert waiting.longest_share(before, 40.0) == pytest.approx(0.075)
+
+
+def test_a_process_that_ends_while_it_is_counted_costs_nothing(monkeypatch) -> None:
+    def ended(path: Path, **_: object) -> bool:
+        raise ProcessLookupError(path)
+
+    monkeypatch.setattr(Path, "exists", ended)
+    monkeypatch.setattr(Path, "stat", ended)
+    assert waiting.busy_seconds(1) is not None
 
 
 STEADY, SLOW = [100.0, 101.0, 99.0], [900.0, 905.0, 910.0]

@@ -48,10 +48,13 @@ def busy_seconds(session: int) -> float | None:
     except (OSError, ValueError):
         return None
     own = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").iterdir():
+        if not process.name.isdecimal():
+            continue
         with contextlib.suppress(OSError):  # it has ended
-            fields = stat.read_text().rpartition(")")[2].split()  # from the state on
-            if int(fields[3]) == session or int(stat.parent.name) == os.getpid():
+            stat = (process / "stat").read_text()
+            fields = stat.rpartition(")")[2].split()  # from the state on
+            if int(fields[3]) == session or int(process.name) == os.getpid():
                 own += sum(map(int, fields[11:15]))
     return (user + nice + system + irq + softirq - own) / os.sysconf("SC_CLK_TCK")
 
