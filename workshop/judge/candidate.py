@@ -16,6 +16,7 @@ from workshop.judge import wire
 from workshop.judge.pipe import Message, Pipe
 from workshop.request import Request
 from workshop.run import startup, trainer
+from workshop.run.precision import kept_matmul_mode
 from workshop.run.timing import StepClock
 
 
@@ -34,9 +35,29 @@ def serve(request: Request, pipe: Pipe) -> int:
     while (message := pipe.receive()).kind != "end":
         if message.kind == "gate":
             _answer_gate(request, model, pipe, message.values, setup_s)
-        else:
+        elif message.kind == "train":
             _train(request, model, pipe, message, setup_s)
+        else:
+            _show(request, model, pipe, message)
     return errors.DONE
+
+
+def _show(request: Request, model: nn.Module, pipe: Pipe, asked: Message) -> None:
+    """Sends the weights as they are; or, of the initial ones, the gradients of one batch."""
+    if asked.kind == "weights":
+        pipe.send("weights", canonical.canonical_weights(model))
+        return
+    initial = canonical.canonical_state(request.config, asked.values["seed"])
+    canonical.load_canonical(model, initial)
+    with kept_matmul_mode():
+        request.precision.set_matmul_mode()
+        request.precision.prepare(model)
+        with request.precision.autocast(request.device.type):
+            loss = model(*asked.tensors["batch"].long().to(request.device))
+        loss.backward()
+    gradients = canonical.canonical_gradients(model)
+    pipe.send("gradients", {n: g for n, g in gradients.items() if g is not None})
+    model.zero_grad(set_to_none=True)
 
 
 def setting_of(request: Request, seed: int, *shape: int) -> parity.Setting:
