@@ -39,10 +39,9 @@ from workshop.tables import Line, Table
 SCHEMA_VERSION = 1
 FILE = "determinism.json"
 KINDS = ("gradients", "weights")
+INTERPRETED = "Triton's interpreter runs a kernel's programs in one order: it shows nothing"
 SHOWN = 3
 """Tensors that differ and are named, of each kind."""
-_STEPS_INTERPRETED = trainer.Schedule(warmup=1, timed=1, phases=0)
-_SHAPE_INTERPRETED = (1, 17)
 
 
 @dataclass
@@ -96,23 +95,24 @@ def _compare(options: Options) -> int:
     precision = get_precision(options.precision, device, LADDER).name
     config = options.config or presets.default_preset(device.type)
     keys = versions.baseline_first(options.versions or versions.available())
-    if not options.versions:
-        keys = [key for key in keys if not versions.missing(versions.get_version(key))]
     results.prepare_folder(options.output_dir)
     record = {"schema_version": SCHEMA_VERSION, **request.begun(device), "config": config}
     record |= {"precision": precision, "seed": options.seed, "second": options.second, "rows": []}
     for key in keys:
-        plan = VersionPlan(
-            key, config, precision, interpreted=interpreter.serves(versions.ALL[key], device)
-        )
-        record["rows"] += _of_version(options, plan, device)
+        version = versions.get_version(key)
+        if missing := versions.missing(version):
+            print(f"{key}: skipped: {missing}")
+        elif interpreter.serves(version, device):
+            print(f"{key}: skipped: {INTERPRETED}")
+        else:
+            record["rows"] += _of_version(options, VersionPlan(key, config, precision), device)
+    if not record["rows"]:
+        return errors.NOT_ON_THIS_MACHINE
     tables.print_tables(shown(record))
     path = options.output_dir / FILE
     results.write_json(path, record)
     print(f"Written: {path}")
     found = record["rows"]
-    if all(row["status"] == "skipped" for row in found):
-        return errors.NOT_ON_THIS_MACHINE
     bad = any(row["error"] or (row["deterministic"] and not is_equal(row)) for row in found)
     return errors.ANSWER_IS_NO if bad else errors.DONE
 
@@ -128,15 +128,13 @@ class Twin(Candidate):
     ) -> None:
         """`on`: --deterministic."""
         self.on, self._seed = on, options.seed
-        self.status, self.error = "complete", ""
+        self.error = ""
         self.step_ms: list[float] = []
         self.found: dict[str, dict[str, Tensor]] = {}
         """`losses`, of all steps, and the tensors of KINDS by V1's names."""
         self._config, batch_size, seq_len = plan.model_config()
         usual = request.USUAL if options.device.startswith("cuda") else request.ON_A_CPU
         self.schedule = trainer.Schedule(usual.warmup, options.num_steps or usual.timed, 0)
-        if plan.interpreted:
-            self.schedule, (batch_size, seq_len) = _STEPS_INTERPRETED, _SHAPE_INTERPRETED
         self.shape = {"batch_size": batch_size, "seq_len": seq_len}
         self._batches = data.Source("text").draw(
             steps=self.schedule.batches, vocab_size=self._config.vocab_size, seed=self._seed,
@@ -175,7 +173,7 @@ class Twin(Candidate):
             self._end(error)
 
     def _end(self, error: WorkshopError) -> None:
-        self.status, self.error = self._process.failure(error)
+        _, self.error = self._process.failure(error)
 
 
 def _of_version(options: Options, plan: VersionPlan, device: torch.device) -> list[dict[str, Any]]:
@@ -186,7 +184,7 @@ def _of_version(options: Options, plan: VersionPlan, device: torch.device) -> li
     with tempfile.TemporaryDirectory() as caches:
 
         def start(on: bool, more: Mapping[str, str]) -> Twin:
-            environment = runner.environment(device, plan.interpreted, options.jobs - 1)
+            environment = runner.environment(device, beside=options.jobs - 1)
             if device.type == "cuda":  # or the second would find what the first has chosen
                 environment["TORCHINDUCTOR_CACHE_DIR"] = f"{caches}/{on}{more is second}"
             return Twin(plan, options, on, {**environment, **more})
@@ -211,7 +209,6 @@ def row(version: str, on: bool, pair: Sequence[Twin]) -> dict[str, Any]:
     made: dict[str, Any] = {
         "version": version,
         "deterministic": on,
-        "status": failed.status if failed else "complete",
         "error": failed.error if failed else None,
         **pair[0].shape,
         "warmup_steps": pair[0].schedule.warmup,
@@ -283,7 +280,7 @@ def shown(record: Mapping[str, Any]) -> list[Table]:
 
 def _cells(one: Mapping[str, Any]) -> list[str]:
     if one["error"]:
-        return [one["status"], "-", "-", "-"]
+        return ["failed", "-", "-", "-"]
     step, times = one["first_other_loss"], [p["step_ms"] for p in one["processes"]]
     return [
         "equal" if step is None else f"differ from step {step} on",
