@@ -302,7 +302,7 @@ def _notes(one: Mapping[str, Any], name: str) -> Iterable[str]:
     return [
         f"{where}, first {kind} that differ: "
         + ", ".join(
-            named(**found, share=f", by up to {at_most:.1g} of the largest" * bool(at_most))
+            named(**found, share=f", by up to {at_most:.2g} of the largest" * bool(at_most))
             for found in one[kind]["differ"][:SHOWN]
             for at_most in [found["at_most"] or 0.0]
         )

@@ -104,7 +104,7 @@ def _request(options: Options) -> request.Request:
     }
     # A captured step would keep the learning rate that it was captured with.
     words = ["--no-cuda-graph", *(f"--{k.replace('_', '-')}={v}" for k, v in values.items())]
-    words += [deterministic.FLAG] * options.deterministic
+    words += [deterministic.FLAG] if options.deterministic else []
     parser = request.build_parser(version, module)
     return request.check_arguments(version, module, parser.parse_args(words))
 

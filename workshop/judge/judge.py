@@ -66,7 +66,7 @@ class VersionProcess(Candidate):
         command += ["--device", asked.device, "--data", asked.data]
         command += ["--seed", str(asked.seed), "--compile", str(result.options["compile"])]
         command.append("--cuda-graph" if result.options["cuda_graph"] else "--no-cuda-graph")
-        command += [deterministic.FLAG] * asked.deterministic
+        command += [deterministic.FLAG] if asked.deterministic else []
         super().__init__(command, environment, hear)
 
     @property

@@ -18,7 +18,7 @@ def switch_on() -> None:
     Batches need no more: in all programs they follow from the seed, with any number of workers.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # which cuBLAS reads when it starts
-    # From PyTorch 2.10 on the compiler then takes no kernel because it was the faster in a trial.
+    # A newer compiler then takes no kernel because it was the faster one in a trial.
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     torch.use_deterministic_algorithms(True)
     # Or each new tensor would be filled first, in case something reads it before it is written.
