@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         Options,
         _compare,
         argv,
-        interrupted="interrupted: nothing saved",
+        interrupted="interrupted: the versions that were complete are saved",
         prog="python -m workshop.determinism",
         description="Trains each version twice from one seed, without and with --deterministic: "
         "are the two equal to the bit, and what does the flag cost?",
@@ -95,7 +95,7 @@ def _compare(options: Options) -> int:
     precision = get_precision(options.precision, device, LADDER).name
     config = options.config or presets.default_preset(device.type)
     keys = versions.baseline_first(options.versions or versions.available())
-    results.prepare_folder(options.output_dir)
+    path = results.prepare_folder(options.output_dir) / FILE
     record = {"schema_version": SCHEMA_VERSION, **request.begun(device), "config": config}
     record |= {"precision": precision, "seed": options.seed, "second": options.second, "rows": []}
     for key in keys:
@@ -106,11 +106,10 @@ def _compare(options: Options) -> int:
             print(f"{key}: skipped: {INTERPRETED}")
         else:
             record["rows"] += _of_version(options, VersionPlan(key, config, precision), device)
+            results.write_json(path, record)
     if not record["rows"]:
         return errors.NOT_ON_THIS_MACHINE
     tables.print_tables(shown(record))
-    path = options.output_dir / FILE
-    results.write_json(path, record)
     print(f"Written: {path}")
     found = record["rows"]
     bad = any(row["error"] or (row["deterministic"] and not is_equal(row)) for row in found)
