@@ -144,14 +144,13 @@ class Twin(Candidate):
         super().__init__(command + [deterministic.FLAG] * on, environment)
 
     def _get_ready(self) -> None:
-        ask, schedule = self._process.ask, self.schedule
+        ask = self._process.ask
         ask("build", config=dataclasses.asdict(self._config), **self.shape)
-        ask("gradients", {"batch": self._batches[0]}, seed=self._seed)
+        start = {"seed": self._seed, "learning_rate": LEARNING_RATE}
+        ask("gradients", {"batch": self._batches[0]}, **start)
         self.found["gradients"] = self._process.answer("gradients").tensors
-        ask(
-            "train", {"batches": self._batches}, seed=self._seed, learning_rate=LEARNING_RATE,
-            warmup=schedule.warmup, timed=schedule.timed, phases=schedule.phases,
-        )  # fmt: skip
+        steps = dataclasses.asdict(self.schedule)
+        ask("train", {"batches": self._batches}, **start, **steps)
         self._process.answer("ready")
 
     def measure(self) -> None:

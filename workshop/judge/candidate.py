@@ -12,6 +12,7 @@ from torch import nn
 
 from workshop import errors
 from workshop.gate import audit, canonical, parity
+from workshop.gate.outcome import loss_and_gradients
 from workshop.judge import wire
 from workshop.judge.pipe import Message, Pipe
 from workshop.request import Request
@@ -49,15 +50,13 @@ def _show(request: Request, model: nn.Module, pipe: Pipe, asked: Message) -> Non
         return
     initial = canonical.canonical_state(request.config, asked.values["seed"])
     canonical.load_canonical(model, initial)
+    request.precision.prepare(model)
+    optimizer = request.module.configure_optimizer(model, asked.values["learning_rate"])
+    batch = asked.tensors["batch"].long()
     with kept_matmul_mode():
         request.precision.set_matmul_mode()
-        request.precision.prepare(model)
-        with request.precision.autocast(request.device.type):
-            loss = model(*asked.tensors["batch"].long().to(request.device))
-        loss.backward()
-    gradients = canonical.canonical_gradients(model)
-    pipe.send("gradients", {n: g for n, g in gradients.items() if g is not None})
-    model.zero_grad(set_to_none=True)
+        _, found = loss_and_gradients(model, optimizer, request.precision, batch[None])
+    pipe.send("gradients", {name: g for name, g in found.items() if g is not None})
 
 
 def setting_of(request: Request, seed: int, *shape: int) -> parity.Setting:
