@@ -11,6 +11,7 @@ bit. The times of both say what the flag costs.
 import dataclasses
 import functools
 import itertools
+import json
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -106,7 +107,7 @@ def _compare(options: Options) -> int:
             print(f"{key}: skipped: {INTERPRETED}")
         else:
             record["rows"] += _of_version(options, VersionPlan(key, config, precision), device)
-            results.write_json(path, record)
+            results.write_text(path, file_text(record))
     if not record["rows"]:
         return errors.NOT_ON_THIS_MACHINE
     tables.print_tables(shown(record))
@@ -235,6 +236,13 @@ def differing(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Itera
             apart = (tensor.double() - other[name].double()).abs().max() / tensor.abs().max()
             share = float(apart) if apart.isfinite() else None
             yield {"name": name, "numbers": tensor.numel(), "differ": wrong, "at_most": share}
+
+
+def file_text(record: Mapping[str, Any]) -> str:
+    """The record as JSON, a line for each row."""
+    head = json.dumps({name: value for name, value in record.items() if name != "rows"})
+    lines = ",\n".join(json.dumps(one, allow_nan=False) for one in record["rows"])
+    return f'{head[:-1]}, "rows": [\n{lines}\n]}}\n'
 
 
 def is_equal(row: Mapping[str, Any]) -> bool:
