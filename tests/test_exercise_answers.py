@@ -37,6 +37,13 @@ WRONG: dict[str, list[tuple[str, Any, str]]] = {
         ("bound", "launches", "the step: not launches: products"),
         ("idle_percent", 40, "0 without a GPU"),
     ],
+    "same_bits": [
+        ("v4_differ", 38, "the column `weights`, row v4, off"),
+        ("v4_differ_on", 37, "row v4, on; equal is 0"),
+        ("adds", "norm", "has its operation in its name"),
+        ("first_other_loss", 1, "`losses` of the second table"),
+        ("growth", 47, "the weights' share over the gradients'"),
+    ],
     "inference_1_baseline": [
         ("weights_mb", 11.7, "Four bytes for each weight"),
         ("batch_mb", 7.225, "three batches, and one was asked for"),

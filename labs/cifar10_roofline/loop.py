@@ -27,7 +27,7 @@ from workshop.gate.steps import shown
 from workshop.judge import lab_record
 from workshop.judge.turn import Clock, Shown, Turn
 from workshop.labs import LabRun
-from workshop.run import hardware, markers, memory, startup, trainer
+from workshop.run import deterministic, hardware, markers, memory, startup, trainer
 from workshop.run.precision import PRECISIONS, Precision, get_precision, set_arithmetic, untuned
 from workshop.run.timing import median
 from workshop.run.trainer import missing_for_compile
@@ -86,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--label-smoothing", type=float, default=0.1, metavar="X",
         help="of the cross-entropy (default 0.1)")  # fmt: skip
     add("--seed", type=int, default=42, help="of weights, order and augmentation (default 42)")
+    add(deterministic.FLAG, action="store_true", help=deterministic.HELP)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
     _add_data(parser.add_argument_group("data").add_argument)
     _add_files(parser.add_argument_group("files").add_argument)
@@ -187,6 +188,8 @@ class Run:
 def run(arguments: argparse.Namespace) -> int:
     """Trains, or profiles a step; the exit status."""
     errors.require("rich", "matplotlib")
+    if arguments.deterministic:
+        deterministic.switch_on()
     device = hardware.get_device(arguments.device)
     check(arguments, device)
 

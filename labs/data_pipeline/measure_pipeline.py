@@ -40,7 +40,7 @@ from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge import studies
 from workshop.judge.pipe import Closed
 from workshop.labs import LabRow, LabRun
-from workshop.run import hardware
+from workshop.run import deterministic, hardware
 from workshop.show import lab_table
 from workshop.tables import Line, Table, number, tracked
 
@@ -70,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     number("--epochs", default=3, help="that are timed (default 3)")
     shared.add_repeats(add)
     add("--seed", type=int, default=42, help="of weights, order and crops (default 42)")
+    add(deterministic.FLAG, action="store_true", help=deterministic.HELP)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
     shared.add_output_dir(add, LAB)
     for flag in ("--rung", "--folder"):  # what one process measures
@@ -112,6 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
     if arguments.rung:
+        if arguments.deterministic:
+            deterministic.switch_on()
         return measure_rung.measure(arguments, arguments.rung, Path(arguments.folder))
     if RATES in arguments.steps:
         return show_rates(arguments, device)
@@ -237,6 +240,7 @@ def plan(
     if arguments.iterations:
         flags["iterations"] = arguments.iterations
     words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+    words += [deterministic.FLAG] * arguments.deterministic
     command = [__file__, *words, *more]
     record = measure_rung.new_run(arguments, name, folder, device, session, command)
 

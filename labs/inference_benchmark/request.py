@@ -18,7 +18,7 @@ from labs.inference_benchmark.modes import Variant
 from workshop import errors, results
 from workshop.arguments import count
 from workshop.errors import WorkshopError
-from workshop.run import hardware
+from workshop.run import deterministic, hardware
 
 LAB = "inference_benchmark"
 OUTPUT_DIR = results.DEFAULT_FOLDER / LAB
@@ -62,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     number("--warmup-iterations", default=5, help="not timed, before them (default 5)")
     add("--mode", choices=("inference", "training"), default="inference", help="default inference")
     add("--seed", type=int, default=42, help="of weights and images (default 42)")
+    add(deterministic.FLAG, action="store_true", help=deterministic.HELP)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
     shared.add_output_dir(add, LAB)
     _add_speed(parser.add_argument_group("what makes it fast").add_argument)

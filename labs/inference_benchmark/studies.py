@@ -19,7 +19,7 @@ from workshop import errors, labs, records, results, tables
 from workshop.errors import WorkshopError
 from workshop.judge import studies
 from workshop.labs import LabRow, LabRun
-from workshop.run import hardware, memory, trainer
+from workshop.run import deterministic, hardware, memory, trainer
 from workshop.run.precision import set_arithmetic
 from workshop.show import lab_table
 
@@ -183,7 +183,7 @@ def _common_flags(arguments: argparse.Namespace) -> list[str]:
     flags = ["--network", arguments.network, "--mode", arguments.mode]
     for name in ("batch_size", "iterations", "warmup_iterations", "seed", "device", "output_dir"):
         flags += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    return flags
+    return flags + [deterministic.FLAG] * arguments.deterministic
 
 
 def _plan(
