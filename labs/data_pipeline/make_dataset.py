@@ -345,7 +345,7 @@ def _unpack(archive: Path, target: Path) -> None:
     target.mkdir()
     with tarfile.open(archive) as tar:
         for member in tar:
-            if content := tar.extractfile(member):  # None for a folder
+            if content := tar.extractfile(member):  # a folder has none
                 (target / Path(member.name).name).write_bytes(content.read())
 
 

@@ -13,7 +13,7 @@ from labs.data_pipeline.loop import Loop, Resident, Settings, normalise
 from labs.data_pipeline.make_dataset import DIGITS
 
 HELD_OUT = 5
-"""One image of so many is held out."""
+"""One image in five is held out."""
 TEST_BATCH = 500
 SETTINGS = Settings(on_device=True, resident=True)
 """Those of the rung `resident`. All rungs train the same network on the same batches."""
