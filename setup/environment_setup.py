@@ -346,6 +346,8 @@ class SetUp:
             # what is missing is added.
             wanted = [line for line in wanted if name_of(line) not in there]
             labs = [line for line in labs if name_of(line) not in there]
+            if numbers(torch["version"]) < [2, 7]:  # its import fails, and so transformers' does
+                wanted = [line for line in wanted if name_of(line) != "torchao"]
         elif self.stamp["build"] == "cpu" and sys.platform == "linux":
             wanted += self.lines("-triton")  # GPU builds bring theirs; other systems have no wheels
         self.constraints.write_text("".join(f"{name}=={pins[name]}\n" for name in pins))
