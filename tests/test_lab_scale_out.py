@@ -334,7 +334,8 @@ def test_a_training_whose_process_was_killed_goes_on_when_it_is_requeued(
     log = str(tmp_path / "log")
     ended = processes.run(2, *killed(tmp_path), log=log, environment=job_of_attempt(0))
     assert ended.statuses == [1, -signal.SIGKILL], ended.err
-    assert one_line(ended.err[0]).startswith("error: rank 0: another process")
+    # Checkpoints of PyTorch 2.6 warn before.
+    assert ended.err[0].splitlines()[-1].startswith("error: rank 0: another process")
     words = killed(tmp_path)
     ended = processes.run(2, *words, environment=job_of_attempt(1))
     assert ended.statuses == [0, 0] and "resumed after step 4 " in ended.out[0], ended.err
