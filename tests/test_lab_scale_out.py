@@ -22,7 +22,7 @@ from scale_out_processes import FAULTS, LATE_FAULTS, TRUE, ZERO, ZERO_FAULTS
 
 from labs import group
 from labs.group import Group, device_name, of_all
-from labs.scale_out import audit, gate, loop, request, train
+from labs.scale_out import audit, gate, loop, request, strategies, train
 from workshop import cli, errors, records, versions
 from workshop.errors import WorkshopError
 from workshop.gate import audit as gate_audit
@@ -32,6 +32,7 @@ from workshop.labs import LabRun
 from workshop.results import RunResult
 
 TESTS = Path(__file__).resolve().parent
+SHARDED = "ddp" if strategies.missing("fsdp", torch.device("cpu")) else "fsdp"
 
 
 def free_port() -> str:
@@ -144,7 +145,7 @@ def test_a_fault_between_processes_is_red(name: str, found: Found) -> None:
 
 @pytest.mark.slow
 def test_four_processes(processes: Processes) -> None:
-    wrong, true = [*FAULTS][1:10:3], ["v2 ddp bf16 parts", "v2 fsdp parts"]
+    wrong, true = [*FAULTS][1:10:3], [name for name in TRUE if re.search("^v2.*parts$", name)]
     found = failures(processes, 4, [*wrong, *true])
     assert not any(found[name] for name in true)
     assert all(found[name] for name in wrong)
@@ -296,7 +297,7 @@ def is_locked(folder: Path) -> bool:
 def test_a_training_goes_on_with_other_processes_and_strategies(processes, curve, tmp_path) -> None:
     files = ["--output-dir", tmp_path, "--checkpoints", tmp_path / "saved", "--save-every", 2]
     for size, strategy, steps, more in (
-        (2, "fsdp", 3, []), (1, "ddp", 5, ["--resume"]), (2, "ddp", 6, ["--resume"]),
+        (2, SHARDED, 3, []), (1, "ddp", 5, ["--resume"]), (2, "ddp", 6, ["--resume"]),
         (1, "ddp", STEPS, ["--resume", "--accumulate", 2]),
     ):  # fmt: skip
         words = [*RUN, *of_steps(steps), "--strategy", strategy, *files, *more]
@@ -312,7 +313,7 @@ def test_a_training_goes_on_with_other_processes_and_strategies(processes, curve
 def killed(folder: Path) -> list[object]:
     """The words of a training that is killed in its fifth step, and again in its third save."""
     return [*RUN, *of_steps(STEPS), "--output-dir", folder, "--checkpoints", folder / "saved",
-            "--save-every", 2, "--strategy", "fsdp"]  # fmt: skip
+            "--save-every", 2, "--strategy", SHARDED]  # fmt: skip
 
 
 def test_torchrun_starts_a_killed_training_again(processes, curve, tmp_path) -> None:
@@ -333,7 +334,8 @@ def test_a_training_whose_process_was_killed_goes_on_when_it_is_requeued(
     log = str(tmp_path / "log")
     ended = processes.run(2, *killed(tmp_path), log=log, environment=job_of_attempt(0))
     assert ended.statuses == [1, -signal.SIGKILL], ended.err
-    assert one_line(ended.err[0]).startswith("error: rank 0: another process")
+    # Checkpoints of PyTorch 2.6 warn before.
+    assert ended.err[0].splitlines()[-1].startswith("error: rank 0: another process")
     words = killed(tmp_path)
     ended = processes.run(2, *words, environment=job_of_attempt(1))
     assert ended.statuses == [0, 0] and "resumed after step 4 " in ended.out[0], ended.err

@@ -109,6 +109,8 @@ def load(folder: Path, *flags: str) -> tuple[Loaded, engines.Engine]:
 
 
 CASES = [(family, engine) for family in language_models.FAMILIES for engine in ("hf", "static")]
+if sys.version_info < (3, 11):  # transformers' last version for Python 3.10 fails there
+    CASES.remove(("bloom", "static"))
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ def test_hugging_faces_llama_passes_the_gate(odd_config) -> None:
     assert report.passed, report.failures
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="transformers' wrapper breaks 2.6's graph")
 def test_it_is_one_graph_to_the_compiler(odd_config) -> None:
     model = versions.load("hf").TinyLlama(odd_config)
     tokens = torch.randint(odd_config.vocab_size, (2, 9))

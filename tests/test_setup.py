@@ -260,7 +260,7 @@ class Checkout:
         (root / "workshop" / "__init__.py").touch()
         for name, text in {
             "": 'absent-one==1.0; python_version >= "3.2"\nof-old==1.0; python_version < "3.2"\n',
-            "-test": "absent-two==2.0\n",
+            "-test": "absent-two==2.0\ntorchao==1.0\n",
             "-labs": "a-lab==1.0\n",
             "-notebook": "a-notebook==1.0\n",
         }.items():
@@ -302,14 +302,14 @@ def story(bare_python, tmp_path_factory) -> Story:
     folder = tmp_path_factory.mktemp("caf\u00e9 1")
     for requirement in (
         *("torch==2.13.0+cpu", "torch==2.14.0+cpu", "torchvision==0.28.0", "torchvision==0.29.0"),
-        *("torchvision==0.24.0", "triton==3.7.1", "absent-one==1.0", "absent-three==3.0"),
-        *("a-lab==1.0", "a-notebook==1.0"),
+        *("torchvision==0.21.0", "triton==3.7.1", "absent-one==1.0", "absent-three==3.0"),
+        *("a-lab==1.0", "a-notebook==1.0", "torchao==1.0"),
     ):
         make_wheel(folder / "wheels", *requirement.split("=="))
     make_wheel(folder / "wheels", "absent-two", "2.0", requires="absent-three")
     first, second = (Checkout(folder / name, folder) for name in ("first", "second"))
     below = make_python(folder / "below")
-    packages = make_torch(packages_of(below), "2.9.0+rocm7.2", hip="7.2")
+    packages = make_torch(packages_of(below), "2.6.0+rocm7.2", hip="7.2")
     make_distribution(packages, "pytorch-triton-rocm", "3.5.0")
     make_distribution(packages, "absent-one", "0.9", "absent_one.py")
 
@@ -317,7 +317,7 @@ def story(bare_python, tmp_path_factory) -> Story:
     program = first.root / "setup" / "environment_setup.py"
     program.write_text(program.read_text().replace("2.13.0", "2.14.0"))
     runs["newer"] = first.set_up()
-    names = ("torch", "torchvision", "triton", "absent_two", "a_lab")
+    names = ("torch", "torchvision", "triton", "absent_two", "a_lab", "torchao")
     code = f"import {', '.join(names)}, workshop; from importlib.metadata import version"
     runs["imports"] = first.runs(f"{code}; print(*map(version, {names}))")
     before = contents(first.venv)
@@ -340,7 +340,7 @@ def test_a_new_environment_has_pytorch_and_what_belongs_to_it(story) -> None:
     assert "Creating" in made.stdout and "PyTorch 2.13.0+cpu (cpu build)" in made.stdout
     assert newer.returncode == 0, newer.stderr
     assert "Adding to" in newer.stdout and "PyTorch 2.14.0+cpu (cpu build)" in newer.stdout
-    assert imports.stdout == "2.14.0+cpu 0.29.0 3.7.1 2.0 1.0\n", imports.stderr
+    assert imports.stdout == "2.14.0+cpu 0.29.0 3.7.1 2.0 1.0 1.0\n", imports.stderr
 
 
 def test_another_checkouts_environment_is_deleted_only_if_asked_to(story) -> None:
@@ -362,7 +362,7 @@ def test_a_set_up_that_failed_starts_over_and_a_finished_one_is_left_alone(story
     assert finished.returncode == 0, finished.stderr
     assert "the inference lab will be skipped" in finished.stderr  # nothing else needs a network
     assert "Deleting what an unfinished set-up has left, and creating" in finished.stdout
-    assert "PyTorch 2.9.0+rocm7.2 (rocm build)" in finished.stdout
+    assert "PyTorch 2.6.0+rocm7.2 (rocm build)" in finished.stdout
     before = {path: path.stat().st_mtime_ns for path in second.venv.iterdir()}
     assert second.is_ready()
     assert {path: path.stat().st_mtime_ns for path in second.venv.iterdir()} == before
@@ -374,7 +374,7 @@ def test_the_environment_sees_the_sites_packages_and_the_workshop(story) -> None
     assert seen.stdout == f"{story.packages}/torch/__init__.py\n", seen.stderr
     assert second.runs("import of_old").returncode == 1
     pins = (second.venv / "workshop-constraints.txt").read_text().split()
-    assert pins == ["torch==2.9.0+rocm7.2", "pytorch-triton-rocm==3.5.0"]
+    assert pins == ["torch==2.6.0+rocm7.2", "pytorch-triton-rocm==3.5.0"]
     code = "from importlib.metadata import version; print(version('absent-one'))"
     assert second.runs(code).stdout == "0.9\n"  # not the version that we would install
     command = second.root / "labs" / "text_generation" / "lm_gen.py"
@@ -390,6 +390,7 @@ def test_an_extra_is_added_once_and_then_belongs_to_the_environment(story) -> No
         assert (added.returncode, "Adding to" in added.stdout) == (0, True), added.stderr
         assert story.second.runs(f"import {module}").returncode == 0
         assert story.second.is_ready(extra)
+    assert story.second.runs("import torchao").returncode == 1  # it needs a newer PyTorch
     assert story.second.is_ready()
 
 
@@ -434,7 +435,7 @@ def test_an_activated_environment_is_made_anew_from_the_python_below_it(story) -
     words = ("--python", story.second.python)
     assert story.second.is_ready(*words)
     planned = story.second.set_up(*words, "--recreate", "--dry-run")
-    assert f" in {story.below.parents[1]}; PyTorch 2.9.0" in planned.stdout, planned.stderr
+    assert f" in {story.below.parents[1]}; PyTorch 2.6.0" in planned.stdout, planned.stderr
 
 
 # --- Validation scripts ---------------------------------------------------------------------------

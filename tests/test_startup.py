@@ -27,7 +27,7 @@ def test_what_torch_compile_takes_is_counted_for_forward_and_backward() -> None:
         layer = torch.nn.Linear(3, 3)
         torch.compile(layer, backend="aot_eager")(torch.ones(2, 3)).sum().backward()
         counted = startup.compile_seconds()
-        assert counted >= 2
+        assert counted >= (1 if torch.__version__ < "2.7" else 2)
         layer(torch.ones(2, 3))  # nothing to compile
         assert startup.compile_seconds() == counted
         with startup.not_counted():

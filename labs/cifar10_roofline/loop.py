@@ -488,7 +488,7 @@ def profile(ready: Run) -> int:
     does in the backward pass."""
     arguments, training = ready.arguments, ready.training
     wanted = arguments.warmup_iters + arguments.profile_iter
-    print(_headline(ready))
+    print(f"{_headline(ready)}\nwarm-up: {wanted - 1} iterations ...", flush=True)
     training.model.train()
     stream = (
         batch for epoch in itertools.count() for batch in ready.batches.epoch(arguments.seed, epoch)

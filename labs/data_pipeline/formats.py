@@ -66,6 +66,7 @@ def by_pil(png: bytes) -> Tensor:
 def by_torchvision(png: bytes) -> Tensor:
     from torchvision.io import ImageReadMode, decode_png
 
+    _check_png(png)  # torchvision 0.29 crashes on a damaged one
     content = torch.frombuffer(bytearray(png), dtype=torch.uint8)
     pixels: Tensor = decode_png(content, ImageReadMode.RGB)
     return pixels
@@ -83,8 +84,8 @@ def by_opencv(png: bytes) -> Tensor:
 def open_image(content: bytes) -> Any:
     """An image file of any kind by PIL, in RGB.
 
-    The other libraries compare a PNG's checksums. PIL does not, and may take a file whose second
-    half is zeros, as a crash leaves it, for an image.
+    OpenCV compares a PNG's checksums. PIL does not, and may take a file whose second half is zeros,
+    as a crash leaves it, for an image.
     """
     from PIL import Image
 

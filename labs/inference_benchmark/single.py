@@ -243,7 +243,7 @@ def _compare_with_one(bench: Bench, group: Group, arguments: argparse.Namespace)
 def _profile(arguments: argparse.Namespace, bench: Bench, group: Group, say: Say) -> None:
     from labs.inference_benchmark import profiling
 
-    if arguments.flops_prof_step:
+    if arguments.flops_prof_step and group.is_first:  # all processes have the same layers
         profiling.flops(bench, arguments.flops_prof_step, group, say)
     if arguments.autograd_profiler:
         profiling.tables(bench, say)

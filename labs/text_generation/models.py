@@ -3,6 +3,7 @@ costs."""
 
 import argparse
 import json
+import logging
 import os
 import tempfile
 import time
@@ -132,6 +133,8 @@ def load(
         from transformers import BitsAndBytesConfig
 
         settings["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+        # It would write a line for each layer and token: that activations are cast to fp16.
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         settings.setdefault("device_map", {"": device})
     with watched(device) as cost:
         tokenizer, model = _read(folder, settings)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Item, Work
+from workshop.kernels import launches
 
 GUARD = 4096
 """Elements before and behind a tensor: more than a block of an exercise's kernels overshoots."""
@@ -68,24 +69,17 @@ def watched_loads(*inputs: Tensor) -> Iterator[list[str]]:
 @contextmanager
 def watched_launches(mine: ModuleType) -> Iterator[set[str]]:
     """Gives a set that gets the name of each kernel of a module that is launched."""
-    from triton.runtime.jit import KernelInterface
-
     launched: set[str] = set()
-    launch = KernelInterface.__getitem__
 
-    def watched(kernel: Any, grid: Any) -> Any:
+    def see(kernel: Any, grid: Any) -> None:
         function = kernel
         while hasattr(function, "fn"):  # an autotuned kernel holds the kernel, which holds it
             function = function.fn
         if function.__globals__ is vars(mine):
             launched.add(function.__name__)
-        return launch(kernel, grid)
 
-    KernelInterface.__getitem__ = watched
-    try:
+    with launches.watched(see):
         yield launched
-    finally:
-        KernelInterface.__getitem__ = launch
 
 
 def _beside_input(tensor: Tensor, addresses: Tensor) -> str:

@@ -66,9 +66,11 @@ def count_with_torch(step: CountedStep) -> tuple[dict[str, int], dict[str, int]]
     """FlopCounterMode's count of a forward and a backward pass: FLOP by operator, under PyTorch's
     name for it, such as aten.mm."""
     # Not above: it imports Triton, which V3 has to import first, to choose its interpreter.
-    from torch.utils.flop_counter import FlopCounterMode
+    from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
-    forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    # PyTorch 2.6 has no formula for fp8 products.
+    fp8 = {torch.ops.aten._scaled_mm: lambda a, b, *_, **__: mm_flop(a, b)}
+    forward, backward = (FlopCounterMode(display=False, custom_mapping=fp8) for _ in range(2))
     with sdpa_kernel(SDPBackend.MATH):
         with forward:
             loss = step.forward()

@@ -1,7 +1,8 @@
 """Cost of a program before its first fast step: the compilers' time, apart from all else.
 
-torch.compile says when it starts and ends, for forward and backward passes alike; Triton says what
-the compilation of each kernel took. A compiler that finds its work done in its cache takes less.
+torch.compile says when it starts and ends, for forward and backward passes alike (PyTorch 2.6 for
+forward passes alone); Triton says what the compilation of each kernel took. A compiler that finds
+its work done in its cache takes less.
 """
 
 import contextlib

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parent:  # a stage was started
     from workshop.needed import import_torch
@@ -29,6 +28,7 @@ from workshop import errors, progress, results, versions
 from workshop.arguments import option, run
 from workshop.cli import leave_if_missing
 from workshop.gate import canonical, parity
+from workshop.kernels import launches
 from workshop.run import data, hardware, interpreter, presets, timing
 from workshop.run.precision import get_precision
 from workshop.run.trainer import Runner, Schedule
@@ -250,15 +250,11 @@ def _logits_error(model: nn.Module, tokens: Tensor) -> float | None:
 def counted_launches() -> Iterator[list[int]]:
     """Gives a list that gets the programs of each launch of a Triton kernel; of those of a capture,
     which starts nothing, it gets none."""
-    from triton.runtime.jit import KernelInterface
-
     grids: list[int] = []
-    launcher = KernelInterface.__getitem__
 
-    def get_item(kernel: Any, grid: Any) -> Any:
+    def see(kernel: Any, grid: Any) -> None:
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             grids.append(math.prod(grid))
-        return launcher(kernel, grid)
 
-    with mock.patch.object(KernelInterface, "__getitem__", get_item):
+    with launches.watched(see):
         yield grids
