@@ -113,6 +113,8 @@ WRONG: dict[str, list[tuple[str, Any, str]]] = {
         ("fastest", "reduce-overhead", "the column of images/s"),
         ("short_script", "yes", "until it is paid back"),
         ("both", 0.1, "over those of plain fp32"),
+        ("speedup_deepest", 9, "images/s over images/s"),
+        ("deeper_gains_more", "yes", "resnet34: 0.20 to 5.95"),
     ],
     "inference_7_kernels": [
         ("launches", 856, "it holds several iterations"),
@@ -277,6 +279,7 @@ MISSING: list[tuple[str, Callable[[LabRun], bool], str]] = [
     ("inference_6_compile", lambda run: bool(run.baseline), "--compile"),
     ("inference_6_compile", lambda run: not run.baseline, "--compare compile --precision fp32"),
     ("inference_6_compile", lambda run: run.options["precision"] == "fp32", "--precision bf16"),
+    ("inference_6_compile", lambda run: run.options["network"] == "resnet18", "resnet18,resnet34"),
     ("inference_7_kernels", lambda run: run.options["precision"] == "fp32", "--precision bf16"),
     ("pipeline_1_workers", lambda run: run.options["workers"] == 5, "--workers 10"),
     ("pipeline_1_workers", lambda run: run.options["workers"] != 5, "--workers 5"),

@@ -278,6 +278,11 @@ def _resumed(
     return session, done
 
 
+def _rate(row: LabRow) -> str:
+    """With two decimals, where a CPU does a few images a second."""
+    return tables.number(row.units_per_s, ",.2f" if (row.units_per_s or 0) < 100 else ",.0f")
+
+
 def _gain(gain: Ratio | None) -> str:
     """With its interval, if there is one."""
     if gain is None or gain.interval:
@@ -296,8 +301,7 @@ def all_table(rows: Iterable[LabRow]) -> tables.Table:
             continue
         plain, fast = sorted(both, key=lambda row: row.first.options["compile"] is not None)
         gain, first = labs.speedup(plain, fast), plain.first
-        cells = [name, tables.number(plain.units_per_s, ",.0f"),
-                 tables.number(fast.units_per_s, ",.0f"), _gain(gain),
+        cells = [name, _rate(plain), _rate(fast), _gain(gain),
                  tables.number(fast.ceiling_share, ".1%"),
                  f"{plain.verdict}, {fast.verdict}"]  # fmt: skip
         lines.append(tables.Line(cells, "red" if plain.failed or fast.failed else None))
