@@ -126,7 +126,9 @@ def _command(part: str) -> str:
     folder = "version1_pytorch_baseline"
     if part == "flops":
         return f"{folder}/run_deepspeed_flops.py --steps 2"
-    return f"{folder}/run_{TOOLS[part][0]}.sh --class (NVIDIA: run_{TOOLS[part][1]}.sh --class)"
+    amd, nvidia, *others = TOOLS[part]
+    without = f"; without {nvidia} run_{others[0]}.py" if others else ""
+    return f"{folder}/run_{amd}.sh --class (NVIDIA: run_{nvidia}.sh --class{without})"
 
 
 def check(work: Work) -> Iterator[Item]:
