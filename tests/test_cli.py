@@ -423,7 +423,7 @@ def test_ctrl_c_saves_the_completed_steps(tmp_path) -> None:
     finished = interrupted(tmp_path, "--no-gate", after="\nstep 2: ")
     assert finished.returncode == 130, finished.stderr
     assert finished.stderr == ""
-    run = the_run(tmp_path)  # valid, and no temporary file beside it
+    run = the_run(tmp_path)  # valid, and the only file there
     assert run.status == "interrupted"
     assert 1 <= len(run.step_ms) < 100_000
     assert len(run.losses) == 1 + len(run.step_ms)  # the warm-up's too

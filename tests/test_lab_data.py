@@ -339,7 +339,7 @@ def test_own_images_keep_their_class_and_their_middle_and_are_turned_upright(tmp
 
 
 class Program:
-    """What a pickle can run."""
+    """A call in a pickle, which reading it would run."""
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return Path.touch, (Path("ran"),)
