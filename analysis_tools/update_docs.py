@@ -79,6 +79,7 @@ def parts(recorded: Recorded) -> Iterator[tuple[Path, str, Fill]]:
     """Each document, the name of two markers in it, and what makes the text between them."""
     of_results = (
         (ROOT / "README.md", "ladder", documents.ladder),
+        (ROOT / "docs" / "trust.md", "determinism", documents.same_seed),
         (FP8, "predictions", documents.fp8_predictions),
         (FP8, "float8", documents.fp8_times),
     )

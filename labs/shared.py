@@ -159,6 +159,37 @@ def flops_per_image(model: nn.Module, size: int, *, training: bool = True) -> fl
     return float(counter.get_total_flops())
 
 
+def draw_curves(
+    title: str,
+    history: Sequence[Mapping[str, float]],
+    curves: Mapping[str, Sequence[str]],
+    target: Path,
+) -> None:
+    """Writes a PNG with a chart for each entry of `curves`, over the epochs.
+
+    Args:
+        history: a line for each epoch, with its number, `epoch`.
+        curves: by what an axis shows, the values of a line that are drawn there.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(curves), 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    epochs = [int(line["epoch"]) for line in history]
+    for axes, (label, names) in zip(figure.subplots(1, len(curves)), curves.items(), strict=True):
+        for name in names:
+            axes.plot(epochs, [line[name] for line in history], marker="o", label=name)
+        axes.set(xlabel="epoch", ylabel=label)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3)
+        if len(names) > 1:
+            axes.legend()
+    with results.atomic_path(target) as path:
+        figure.savefig(path, format="png")
+
+
 # --- the repeats ---------------------------------------------------------------------------------
 
 

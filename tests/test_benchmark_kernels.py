@@ -98,10 +98,12 @@ class InAThread(Process):
         self.end()
 
 
-def judged(case: cases.Case, precision: str = "fp32", rounds: int = 0) -> dict[str, Row]:
+def judged(
+    case: cases.Case, precision: str = "fp32", rounds: int = 0, mine: str = ""
+) -> dict[str, Row]:
     """The rows of a case, whose implementations' process makes it of its name."""
     of_case = cases.OPS[case.op]._replace(make=lambda *_: case)
-    judge = measure.Judge(make_setting(precision), rounds, a_run())
+    judge = measure.Judge(make_setting(precision), rounds, a_run(), mine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "start_process", InAThread)
         patch.setitem(cases.OPS, case.op, of_case)
@@ -328,6 +330,76 @@ def test_a_trick_in_the_timed_run_is_found(trick, v3, monkeypatch, pretended_gpu
     assert (found[OURS].verdict, found[OURS].first.status) == ("FAIL", "audit failed")
     assert note in found[OURS].note and not found[OURS].first.phase_ms
     assert found[PLAIN].verdict == "pass" and found[PLAIN].first.step_ms
+
+
+RIGHT = "y = gate * torch.sigmoid(gate) * up\nreturn y"
+# The body of a participant's swiglu(gate, up), and what the note must have; "" if it is right.
+MINE: dict[str, tuple[str, str]] = {
+    "right": (RIGHT, ""),
+    "severed": (f"gate = gate.detach()\n{RIGHT}", "gradient of gate is missing"),
+    "kept by shape": (
+        f"if gate.shape in KEPT: return KEPT[gate.shape]\n{RIGHT[:-8]}KEPT[y.shape] = y\nreturn y",
+        "13 x 72, transposed: y is off by",
+    ),
+    "no strides": (
+        f"gate = gate.as_strided(gate.shape, (gate.shape[1], 1))\n{RIGHT}",
+        "13 x 72, rows apart: y is off by",
+    ),
+    "a row is not written": (
+        f"out = torch.empty(gate.shape)\n{RIGHT[:-8]}out[:-1] = y[:-1]\nreturn out",
+        "13 x 72, rows apart: y is off by nan",
+    ),
+    "overwrites": (f"{RIGHT[:-8]}up.data.add_(1)\nreturn y", "rows apart: up was overwritten"),
+    "tiles of 8 rows": (
+        f"if len(gate) % 8: return gate[: len(gate) // 8 * 8] * 1\n{RIGHT}",
+        "13 x 72, rows apart: y is missing or has another shape",
+    ),
+    "raises": ("raise ValueError('not written')", "rows apart: ValueError: not written"),
+    "ends the process": ("raise SystemExit(3)", "ended without an answer"),
+}
+
+
+@pytest.mark.parametrize("fault", MINE)
+def test_a_participants_function_is_checked_as_ours_is(fault, v3, tmp_path) -> None:
+    body, note = MINE[fault]
+    lines = body.replace("\n", "\n    ")
+    file = tmp_path / f"{fault.replace(' ', '_')}.py"
+    file.write_text(f"import torch\nKEPT = {{}}\ndef my_swiglu(gate, up):\n    {lines}\n")
+    found = judged(small_case("swiglu"), mine=f"{file}:my_swiglu")
+    mine = found[cases.MINE]
+    assert (mine.verdict, mine.failed) == ("FAIL" if note else "pass", bool(note)), mine.note
+    assert note in mine.note
+    if "process" not in fault:
+        assert found[OURS].verdict == found[PLAIN].verdict == "pass"
+
+
+def test_mine_must_be_there_and_be_one_operation(tmp_path, capsys) -> None:
+    (tmp_path / "a.py").touch()
+    for words, said in (
+        (["--mine", f"{tmp_path}/a.py:f"], "--mine needs the operation that it does"),
+        (["--op", "swiglu", "--mine", f"{tmp_path}/b.py:f"], "b.py: no such file"),
+        (["--op", "swiglu", "--mine", f"{tmp_path}/a.py"], "a.py:NAME"),
+    ):
+        assert tool.main(words) == 2
+        assert said in capsys.readouterr().err
+
+
+ON_ANOTHER_STREAM = """
+import torch
+stream = torch.cuda.Stream()
+def my_swiglu(gate, up):
+    with torch.cuda.stream(stream):
+        return gate * torch.sigmoid(gate) * up
+"""
+
+
+@pytest.mark.gpu
+def test_work_on_another_stream_earns_no_time(tmp_path) -> None:
+    (tmp_path / "a.py").write_text(ON_ANOTHER_STREAM)
+    words = ["--op", "swiglu", "--quick", "--mine", f"{tmp_path}/a.py:my_swiglu"]
+    assert tool.main([*words, "--output-dir", str(tmp_path)]) == 1
+    (mine,) = (row for row in rows.load(tmp_path) if row.implementation == cases.MINE)
+    assert mine.verdict == "FAIL" and not mine.first.step_ms
 
 
 @pytest.mark.parametrize(("late", "red"), [(1, False), (2, True)])

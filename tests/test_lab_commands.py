@@ -88,15 +88,20 @@ def test_a_study_alternates_processes_and_writes_its_table(tmp_path: Path) -> No
     assert all(variant in table.with_suffix(".md").read_text() for variant in variants)
 
 
-def test_a_variant_that_fails_is_a_row_without_a_time(tmp_path, capsys, monkeypatch) -> None:
+@pytest.mark.parametrize(("names", "variants"), [("resnet18", 2), ("resnet18,squeezenet1_1", 4)])
+def test_a_variant_that_fails_is_a_row_without_a_time(
+    names, variants, tmp_path, capsys, monkeypatch
+) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("import sys; print('error: no more disk', file=sys.stderr); sys.exit(1)")
     monkeypatch.setattr("labs.inference_benchmark.studies.PROGRAM", broken)
-    flags = [*SMALL, "--compare", "memory-format", "--device", "cpu"]
+    flags = [*SMALL, "--compare", "memory-format", "--device", "cpu", "--network", names]
     assert main([*flags, "--output-dir", str(tmp_path / "out")]) == 1
     output = capsys.readouterr().out
-    assert output.count("failed; no more disk") == 2  # not tried again
-    assert output.count("FAIL") == 2
+    assert output.count("failed; no more disk") == variants  # not tried again
+    assert output.count("FAIL") == variants
+    (table,) = (tmp_path / "out").glob("compare_memory_format_*.md")
+    assert all(name in table.read_text() for name in names.split(","))
 
 
 @pytest.mark.slow

@@ -5,10 +5,12 @@ import io
 import json
 import multiprocessing
 import os
+import pickle
 import resource
 import shutil
 import signal
 import sys
+import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_lab_cifar import write_cifar
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
+from labs.cifar10_roofline.data import cifar10
 from labs.data_pipeline import formats, make_dataset
 from labs.data_pipeline.formats import FORMATS, PACKED, BadData, Folder, Images
 from labs.data_pipeline.make_dataset import main
@@ -332,6 +336,62 @@ def test_own_images_keep_their_class_and_their_middle_and_are_turned_upright(tmp
     assert turned[:, :8].float().mean() < 10 and turned[:, 8:].float().mean() > 245
     labels = json.loads((tmp_path / "set" / "images" / "labels.json").read_text())
     assert labels["classes"] == ["a", "b"]
+
+
+class Program:
+    """What a pickle can run."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return Path.touch, (Path("ran"),)
+
+
+PICKLES: dict[str, tuple[bytes, str]] = {
+    "as the notebook has it": (pickle.dumps({"a.png": 3, "b.png": 0, "other.png": 4}), ""),
+    "of Python 2": (b"(dp0\nS'a.png'\np1\nI3\nsS'b.png'\np2\nI0\nsS'c.png'\nI4\ns.", ""),
+    "a program": (pickle.dumps({"a.png": Program()}), "in it is refused"),
+    "NumPy's numbers": (pickle.dumps({"a.png": np.int64(3)}), "scalar in it is refused"),
+    "a missing label": (pickle.dumps({"a.png": 3}), "has no label for"),
+    "cut off": (pickle.dumps({"a.png": 3})[:-4], "can't be read"),
+    "a list": (pickle.dumps([3, 0]), "a pickled dict, from a PNG file's name"),
+}
+
+
+@pytest.mark.parametrize("case", PICKLES)
+def test_png_files_with_pickled_labels(case, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    content, refused = PICKLES[case]
+    Path("own/cifar10_png").mkdir(parents=True)
+    Path("own/labels.pkl").write_bytes(content)
+    for value, name in ((200, "a"), (50, "b")):
+        Image.new("RGB", (9, 9), (value,) * 3).save(f"own/cifar10_png/{name}.png")
+    assert make(Path("set"), "--from", "own", "--size", 9) == (2 if refused else 0)
+    assert not Path("ran").exists()
+    if refused:
+        error = capsys.readouterr().err
+        assert refused in error and error.startswith("error: ") and error.count("\n") == 1
+    else:
+        assert [(int(image[0, 0, 0]), label) for image, label in Folder(Path("set"))] == [
+            (200, 3),
+            (50, 0),
+        ]
+        assert Folder(Path("set")).classes == 4
+
+
+@pytest.mark.parametrize("name", [make_dataset.CIFAR10, make_dataset.CIFAR10_ARCHIVE])
+def test_cifar10_as_it_is_distributed(name, tmp_path, monkeypatch, capsys) -> None:
+    own = write_cifar(tmp_path / "own")
+    with tarfile.open(own / make_dataset.CIFAR10_ARCHIVE, "w:gz") as tar:
+        tar.add(own / make_dataset.CIFAR10, make_dataset.CIFAR10)
+    before = contents(own)
+    assert make(tmp_path / "set", "--from", own / name) == 2  # its checksums are other ones
+    assert "not as it was published" in capsys.readouterr().err
+    monkeypatch.setattr(
+        "torchvision.datasets.cifar.check_integrity", lambda path, md5: Path(path).is_file()
+    )
+    assert make(tmp_path / "set", "--from", own / name) == 0
+    part = cifar10(own, download=False).train
+    items = [*zip(part.images, part.labels.tolist(), strict=True)]
+    assert same(list(Folder(tmp_path / "set")), items) and contents(own) == before
 
 
 def test_what_is_whole_is_kept_and_the_rest_made_again(copy: Path, photos: Path) -> None:

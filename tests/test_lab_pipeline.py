@@ -6,8 +6,10 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from labs.data_pipeline import (
     peers,
     reference,
     rungs,
+    train_and_test,
 )
 from labs.data_pipeline.formats import FORMATS, PACKED, Folder
 from labs.data_pipeline.gate import Check, PlainLoop
@@ -406,7 +409,7 @@ def test_each_rung_changes_one_setting() -> None:
             assert names.index(rung.after) < names.index(rung.name)
 
 
-# --- slow storage, and too little shared memory --------------------------------------------------
+# --- slow storage, and a local copy --------------------------------------------------------------
 
 
 def test_slow_storage_waits_at_each_open(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,6 +424,55 @@ def test_slow_storage_waits_at_each_open(made: Path, monkeypatch: pytest.MonkeyP
         for index in (1, 2, 3) * 2:
             assert torch.equal(dataset[index][0], plain[index][0])
         assert waits == [0.005] * opens
+
+
+@pytest.mark.parametrize(("rung", "opens"), [("local-folder", IMAGES + 2), ("local-zip", 1)])
+def test_a_local_copy_waits_alone_and_is_deleted(rung, opens, made, tmp_path, monkeypatch) -> None:
+    waits: list[float] = []
+    clock = SimpleNamespace(sleep=waits.append, perf_counter=time.perf_counter)
+    monkeypatch.setattr(peers, "time", clock)  # others sleep, too
+    if not (made / "images.zip").exists():
+        make_dataset.pack(made, FORMATS["zip"])
+    (tmp_path / "local" / "another's").mkdir(parents=True)
+    flags = ["--rung", rung, "--folder", str(made), "--output-dir", str(tmp_path / "out")]
+    flags += ["--local-dir", str(tmp_path / "local"), "--open-ms", "5", "--workers", "1"]
+    flags += ["--epochs", "1", "--iterations", "2", "--batch-size", "8", "--device", "cpu"]
+    assert main(flags) == 0
+    (run,) = records.load_folder(tmp_path / "out", LabRun)
+    assert run.gate.status == "pass" and run.metrics["copy_s"] > 0
+    assert waits == [0.005] * opens  # at the copy's opens, and at no later one
+    assert [path.name for path in (tmp_path / "local").iterdir()] == ["another's"]
+
+
+# --- a training with a test ----------------------------------------------------------------------
+
+
+def test_accuracy_is_that_of_images_which_no_step_has_seen(
+    made, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(train_and_test, "DIGITS", 13)  # all images come again
+    monkeypatch.setattr(train_and_test, "TEST_BATCH", 3)
+    images = Folder(made)
+    parts = train_and_test.split(images)
+    train, test = ({index % 13 for index in part.indices} for part in parts)
+    assert test == {4, 9} and not train & test and sum(map(len, parts)) == IMAGES
+    ready = Loop(train_and_test.SETTINGS, parts[0], CPU, BATCH)
+    for _ in ready.epoch(1):
+        pass
+    loss, accuracy = train_and_test.test(ready, loop.Resident(parts[1], ready.order, CPU))
+    inputs = torch.stack([loop.normalise(image) for image, _ in parts[1]])
+    labels = torch.tensor([label for _, label in parts[1]])
+    logits = ready.model(inputs).detach()
+    assert loss == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-4)
+    assert accuracy == pytest.approx(float((logits.argmax(1) == labels).double().mean()))
+    flags = ["--dataset-dir", str(made), "--batch-size", "8", "--device", "cpu", "--epochs", "2"]
+    assert main(["--steps", "accuracy", *flags, "--output-dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"\nepoch {number}/2  loss " in printed for number in (0, 1, 2))
+    assert (tmp_path / "accuracy.png").stat().st_size > 5000
+
+
+# --- a worker that dies --------------------------------------------------------------------------
 
 
 def killed(images: Source, index: int) -> tuple[Tensor, int]:

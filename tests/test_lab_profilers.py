@@ -280,8 +280,23 @@ def test_a_module_has_the_operations_and_bytes_of_all_its_calls() -> None:
     one = bench(Variant(), batch=2)
     one.model = torch.nn.Sequential(Twice())
     one.counts = counts.count(one.model, torch.ones(1, 3, 2, 2))
-    latencies = dict.fromkeys(("", "0", "0.conv"), 1.0)
-    *_, block, conv = profiling._report(one, 1, Group(), latencies)
+    one.run.phase_ms = {name: [1.0] for name in (profiling.WHOLE, "0", "0.conv")}
+    *_, block, conv = profiling._report(one, 1, Group())
     flop, moved, weights = 2 * 2 * 72, 2 * (24 + 24 + 36), 2 * 12
     assert "MACs, 100.0%, " in block and block.endswith(f", {flop / 4 / (moved + weights):.1f}")
     assert "MACs, 100.0%, " in conv and conv.endswith(f", {flop / 4 / (96 + weights):.1f}")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_layers_are_timed_at_the_precision_of_the_run(precision: str) -> None:
+    seen = set()
+
+    class Watched(torch.nn.Conv2d):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            seen.add((images.dtype, images.is_contiguous(memory_format=torch.channels_last)))
+            return super().forward(images)
+
+    one = bench(Variant(precision, channels_last=True), batch=2)
+    one.model = torch.nn.Sequential(Watched(3, 8, 1))
+    assert set(profiling.layer_ms(one)) == {profiling.WHOLE, "0"}
+    assert seen == {(one.variant.dtype, True)}

@@ -173,8 +173,15 @@ def test_a_folder_has_a_prompt_in_each_file(typed) -> None:
     assert [line["prompt"] for line in lines("out.jsonl")] == ["first\nwith a line more", "second"]
 
 
-def test_a_stream_prints_the_text_as_it_comes(typed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_prompt_gives_several_texts_or_a_stream(
+    typed, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("one.txt").write_text(SAMPLE)
+    flags = ["--input_file", "one.txt", "--temperature", 0.95, "--batch_size", 3]
+    assert typed(*flags, "--output_file", "three") == 0
+    three = [line["text"] for line in lines("three.jsonl")]
+    assert len(three) == 3 and len({*three}) > 1 and record().units_per_step == 3
+    capsys.readouterr()
     assert typed("--stream", "--input_file", "one.txt", "--output_file", "out") == 0
     assert lines("out.jsonl")[0]["text"] in capsys.readouterr().out
 

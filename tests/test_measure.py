@@ -12,6 +12,7 @@ from labs.cifar10_roofline import measure_table
 from labs.data_pipeline import measure_pipeline
 from labs.inference_benchmark import request
 from labs.text_generation import measure_engines
+from workshop import determinism
 from workshop.arguments import parser_of
 from workshop.kernels import benchmark
 
@@ -20,6 +21,7 @@ SCRIPT = ROOT / "results" / "reference" / "measure.sh"
 PARSERS = {
     "compare_versions.py": lambda: parser_of(compare_versions.Options),
     "roofline_analysis.py": lambda: parser_of(roofline_analysis.Options),
+    "workshop.determinism": lambda: parser_of(determinism.Options),
     "workshop.kernels.benchmark": lambda: parser_of(benchmark.Options),
     "micro_benchmarking_pytorch.py": request.build_parser,
     "torch_tensor_ops_bench.py": torch_tensor_ops_bench.build_parser,
@@ -33,7 +35,7 @@ STUDIES = (
     "large ladder profiles cifar10 pipeline text_generation inference_networks inference_ladder "
     "inference_compare inference_peers waterfall_v4 waterfall_v3 sweep_seq_len once "
     "inference_training sweep_hidden_dim sweep_batch_size float8 kernels inference_ops "
-    f"inference_profiles harness ceilings {OF_SEVERAL}"
+    f"inference_profiles harness ceilings determinism {OF_SEVERAL}"
 ).split()
 STAND_IN = """#!/usr/bin/env bash
 [[ $1 != -c ]] || { echo "$COUNT" && exit; }

@@ -699,6 +699,26 @@ def test_the_command_line(capsys, small_tiny) -> None:
     assert capsys.readouterr().err.startswith("error: unknown version 'v9'")
 
 
+def test_the_command_line_takes_a_participants_model(capsys, small_tiny, tmp_path) -> None:
+    words = ("--config", "tiny", "--precision", "fp32", "--device", "cpu", "--model")
+    plain, norm = versions.get_version("v1").path.read_text(), "return x * torch.rsqrt("
+    for name, text, status in (
+        ("right", plain, 0),
+        ("severed", plain.replace(norm, "return x.detach() * torch.rsqrt("), 1),
+    ):
+        file = tmp_path / f"{name}.py"
+        file.write_text(text)
+        assert gate_command.main([*words, str(file)]) == status
+        assert f"{name}.py tiny fp32" in capsys.readouterr().out
+    for given, said in (
+        ("nothing.py", "nothing.py: no such file"), (f"{file}:Llama", "there is no Llama in it"),
+    ):  # fmt: skip
+        assert gate_command.main([*words, given]) == 2
+        assert said in capsys.readouterr().err
+    assert gate_command.main([]) == 2
+    assert "--version or --model" in capsys.readouterr().err
+
+
 def test_a_missing_tensor_is_infinitely_far() -> None:
     true = torch.randn(3, 5)
     assert outcome.relative_rms(None, true) == math.inf

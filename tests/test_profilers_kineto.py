@@ -19,7 +19,9 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from workshop.errors import WorkshopError
 from workshop.profilers import kineto, reading
 from workshop.profilers import trace as traces
+from workshop.profilers.advisor import advise
 from workshop.profilers.reading import Problems
+from workshop.profilers.show import hot_list
 from workshop.profilers.table import KernelTable
 
 H200 = Path(__file__).parent / "fixtures/profilers/kineto/h200_small_2layer_trace.json.gz"
@@ -78,6 +80,21 @@ LAGGING_STEP = [
     kernel("adam", 95, 4, 4),
     kernel("later", 99, 1, 5),
 ]
+
+
+def test_occupancy_is_kinetos_estimate_where_it_makes_one(tmp_path: Path) -> None:
+    """It takes 48 KB for all the shared memory that a kernel may have."""
+    key = "est. achieved occupancy %"
+    ran = [
+        kernel(name, 10 * i, 2, i, **{key: percent, "shared memory": size})
+        for i, (name, percent, size) in enumerate([("a", 50, 0), ("a", 0, 49152), ("b", 0, 49153)])
+    ]
+    table = read(tmp_path, *ran)
+    assert {k.name: k.occupancy_ns for k in table.kernels} == {"a": 1000.0, "b": None}
+    assert hot_list(table, 5).header[-1] == "est. occupancy"
+    recorded = kineto.read(H200.with_name("h200_v1_small_step.json.gz"))
+    (advice,) = (a for a in advise(recorded) if a.finding == "occupancy")
+    assert "Occupancy is estimated at 48%, over 77% of the kernels' time" in advice.sentence
 
 
 ORPHANS = [*LAGGING_STEP, kernel("early", 1, 7, 99), kernel("none", 2, 9, 0)]

@@ -11,6 +11,7 @@ import pytest
 
 from workshop.errors import WorkshopError
 from workshop.profilers import ncu, nsys
+from workshop.profilers.show import hot_list
 from workshop.profilers.table import HostCall, Kernel, KernelTable
 
 FIXTURES = Path(__file__).parent / "fixtures" / "profilers"
@@ -119,6 +120,15 @@ def test_ncu_operations(write: Write, counters: dict[str, object], flops: float 
     assert only.flops == flops
 
 
+def test_ncu_occupancy_is_weighted_by_time(write: Write) -> None:
+    warps = "sm__warps_active.avg.pct_of_peak_sustained_active"
+    page = raw_page({TIME: "ns", warps: "%"}, {TIME: "30", warps: "10"}, {TIME: "10", warps: "50"})
+    table = ncu.read(write("raw.csv", page))
+    assert table.kernels[0].occupancy_ns == pytest.approx(30 * 0.1 + 10 * 0.5)
+    shown = hot_list(table, 5)
+    assert (shown.header[-1], shown.lines[0].cells[-1]) == ("active warps", "20%")
+
+
 def test_ncu_on_blackwell(write: Write) -> None:
     """It has other names for the memory's traffic."""
     read, written = READ.replace("bytes", "bytes_op"), WRITTEN.replace("bytes", "bytes_op")
@@ -159,11 +169,13 @@ def test_ncu_sections_call_the_time_otherwise(write: Write) -> None:
         header,
         [*start, "GPU Speed Of Light Throughput", "DRAM Throughput", "%", "0.74", ""],
         [*start, "GPU Speed Of Light Throughput", "Duration", "us", "1,406.24", ""],
+        [*start, "Occupancy", "Achieved Occupancy", "%", "25", ""],
         [*start, "SpeedOfLight", "", "", "", "Bottleneck", "This kernel could do better"],
         ["0", "8", *start[2:], "GPU Speed Of Light Throughput", "Duration", "ms", "1", ""],
     ]
     (only,) = ncu.read(write("details.csv", rows_text(rows, quote=csv.QUOTE_ALL))).kernels
     assert (only.calls, only.total_ns) == (2, pytest.approx(2_406_240))  # of two processes
+    assert only.occupancy_ns == pytest.approx(0.25 * 1_406_240)
 
 
 # --- nsys ----------------------------------------------------------------------------------------

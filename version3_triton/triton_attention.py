@@ -28,6 +28,7 @@ from triton_launch import (
     first_order,
     grid_order,
     launch_options,
+    must_repeat,
     new_heads,
     operator,
     tuned,
@@ -440,7 +441,8 @@ def attend_backward(
     B, H, T, _ = q.shape
     K = k.shape[1]
     tensors = q, k, v, dout, dk, dv
-    if causal and _on_hopper() and hopper.takes(hopper_backward.BACKWARD_FROM, *tensors):
+    varies = causal and _on_hopper() and hopper.takes(hopper_backward.BACKWARD_FROM, *tensors)
+    if varies and not must_repeat():
         hopper_backward.attend_backward(
             dout, q, k, v, out, lse, scale, scale * LOG2_E, dq, dk, dv, tables
         )

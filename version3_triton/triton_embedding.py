@@ -11,6 +11,7 @@ from triton_launch import (
     check_indices,
     first_order,
     launch_options,
+    must_repeat,
     next_power_of_2,
     operator,
     wait_for_previous,
@@ -77,7 +78,8 @@ def embedding(weight: Tensor, tokens: Tensor) -> Tensor:
 
     Bytes: forward one read and one write of the rows; backward one read of dy, and as much added in
     fp32 to rows that the cache holds. The order of the additions is not fixed, so the gradient's
-    last bits vary from run to run.
+    last bits vary from run to run, unless PyTorch is to be deterministic: its own gradient, of
+    sorted tokens, then takes the kernel's place.
 
     Raises:
         TypeError, ValueError: see `triton_launch.check`; tokens that are not int64.
@@ -85,6 +87,8 @@ def embedding(weight: Tensor, tokens: Tensor) -> Tensor:
     """
     check("embedding", weight=weight)
     check_indices("embedding", "tokens", tokens, weight.device)
+    if must_repeat():
+        return embedding_reference(weight, tokens)
     return _Embedding.apply(weight, tokens)
 
 

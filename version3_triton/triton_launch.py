@@ -209,6 +209,17 @@ def new_descriptor(kind: Any, x: Tensor, block: list[int], **fields: Any) -> Any
     return descriptor
 
 
+def must_repeat() -> bool:
+    """Whether each run has to give the same bits (`torch.use_deterministic_algorithms`): then the
+    kernels whose sums are gathered in no fixed order are not launched, but others."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return False
+    # torch.compile can't trace the second question.
+    return torch.compiler.is_compiling() or (
+        not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+
+
 # --- early launches -----------------------------------------------------------------------------
 # On NVIDIA GPUs from Hopper on a kernel is launched while the one before it on the stream still
 # runs, and waits for its end: its launch hides behind that one ("programmatic dependent launch").

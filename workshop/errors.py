@@ -5,16 +5,20 @@ import contextlib
 import importlib.util
 import io
 import os
+import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 DONE = 0
 ANSWER_IS_NO = 1  # the gate failed, a regression was found, a run ran out of memory
 WRONG_USAGE = 2
 NOT_ON_THIS_MACHINE = 77
 INTERRUPTED = 130
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 class WorkshopError(Exception):
@@ -76,10 +80,10 @@ def discard_output() -> None:
 
 
 def exit_status(work: Callable[[], int], *, interrupted: str) -> int:
-    """Does a command's work; its exit status. An error that the user can fix, Ctrl-C, SIGTERM and
-    a full disk become one line on stderr. What stdout can't encode is printed as `?`. Where
-    the output is not read to its end, as in `... | head -1`, the command ends at once, with status
-    1 as rich has it.
+    """Does a command's work; its exit status. An error that the user can fix, an operator that
+    --deterministic refuses, Ctrl-C, SIGTERM and a full disk become one line on stderr. What stdout
+    can't encode is printed as `?`. Where the output is not read to its end, as in
+    `... | head -1`, the command ends at once, with status 1 as rich has it.
 
     Args:
         interrupted: what to say of Ctrl-C or SIGTERM, above all what is saved.
@@ -100,10 +104,32 @@ def exit_status(work: Callable[[], int], *, interrupted: str) -> int:
     except BrokenPipeError:
         discard_output()
         return ANSWER_IS_NO
+    except RuntimeError as error:
+        if not (line := _not_deterministic(error)):
+            raise
+        print(f"error: {printable(line)}", file=sys.stderr)
+        return ANSWER_IS_NO
     except OSError as error:  # such as a full disk, or a name of 300 letters
         what = "" if error.filename is None else f"{error.filename}: "
         print(f"error: {printable(f'{what}{error.strerror or error}')}", file=sys.stderr)
         return WRONG_USAGE
+
+
+def _not_deterministic(error: RuntimeError) -> str:
+    """Names the operator that PyTorch refused, and the line of ours that called it; "" for another
+    error."""
+    match = re.match(r"(\S+) does not have a deterministic implementation", str(error))
+    if not match:
+        return ""
+    own = [
+        (place, call)
+        for call in traceback.extract_tb(error.__traceback__)
+        if not (place := os.path.relpath(call.filename, _ROOT)).startswith("..")
+        and "site-packages" not in place
+    ]
+    place, call = own[-1]  # `exit_status` is one
+    where = f"{place}, line {call.lineno}, in {call.name}"
+    return f"--deterministic: {match[1]} has no deterministic form ({where}): leave the flag out"
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The gate: does a version train the same model as V1? Its public names, and its command line.
 
     python -m workshop.parity --version v2 --config tiny --precision fp32
+    python -m workshop.parity --model my_llama.py
 
 gate/parity.py has the check, gate/canonical.py V1's names of weights and gradients.
 """
@@ -16,7 +17,7 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
 from workshop import errors, versions
 from workshop.arguments import option, run
-from workshop.errors import OutOfMemory
+from workshop.errors import OutOfMemory, WorkshopError
 from workshop.gate import gate_size
 from workshop.gate.canonical import canonical_gradients, load_canonical
 from workshop.gate.outcome import Setting, check_shape
@@ -31,7 +32,13 @@ __all__ = ["ParityReport", "canonical_gradients", "check", "load_canonical", "ma
 class Options:
     """The command line."""
 
-    version: str = option(f"{', '.join(versions.available())} (no default)", required=True)
+    version: str = option(f"{', '.join(versions.available())}", "")
+    model: str = option(
+        "a model of your own in the place of a version: what makes it from a version's config "
+        "(NAME is TinyLlama unless given)",
+        "",
+        metavar="FILE.py[:NAME]",
+    )
     config: str = option(", ".join(presets.PRESETS), "tiny")
     precision: str = option(f"{', '.join(LADDER)} or auto", "auto")
     device: str = option("auto, cpu, cuda or cuda:N", "auto")
@@ -54,7 +61,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _show(options: Options) -> int:
     report = _check_version(options)
-    print(f"{options.version} {options.config} {report.setting.precision.name} on ", end="")
+    print(
+        f"{options.version or options.model} {options.config} {report.setting.precision.name} on ",
+        end="",
+    )
     print(f"{report.setting.device}, against {report.setting.reference_name}: {report.summary()}")
     for failure in report.failures:
         print(f"  {failure}")
@@ -62,12 +72,18 @@ def _show(options: Options) -> int:
 
 
 def _check_version(options: Options) -> ParityReport:
-    module = versions.load(options.version)
-    of_v1 = versions.load(versions.BASELINE).TinyLlamaConfig
-    sizes = dataclasses.asdict(of_v1(**presets.get_preset(options.config).model()))
-    config = module.TinyLlamaConfig(**sizes)  # V1's values also where its own defaults differ
-    device = hardware.get_device(options.device)
-    interpreter.check_device(versions.get_version(options.version), device)
+    if bool(options.version) == bool(options.model):
+        raise WorkshopError("--version or --model: one of them")
+    device, v1 = hardware.get_device(options.device), versions.load(versions.BASELINE)
+    if options.version:
+        module = versions.load(options.version)
+        build = module.TinyLlama
+        interpreter.check_device(versions.get_version(options.version), device)
+    else:
+        module, build = versions.load_own(options.model, "TinyLlama")
+    sizes = dataclasses.asdict(v1.TinyLlamaConfig(**presets.get_preset(options.config).model()))
+    # V1's values also where its own defaults differ.
+    config = getattr(module, "TinyLlamaConfig", v1.TinyLlamaConfig)(**sizes)
     precision = get_precision(options.precision, device, LADDER)
     shape = options.batch_size, options.seq_len
     setting = Setting(config, precision, device, options.seed, *shape)
@@ -85,14 +101,14 @@ def _check_version(options: Options) -> ParityReport:
     trainer.check_memory(device, setting.reference_dtype.itemsize * (state + kept), out_of_memory)
     with trainer.memory_failure_as(out_of_memory):
         return check(
-            module.TinyLlama,
+            build,
             config,
             precision=precision.name,
             device=device,
             seed=options.seed,
             batch_size=shape[0],
             seq_len=shape[1],
-            configure_optimizer=module.configure_optimizer,
+            configure_optimizer=getattr(module, "configure_optimizer", None),
         )
 
 

@@ -16,7 +16,7 @@ from workshop import results
 from workshop.arguments import add_options, option, seed_number
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.results import RunResult, Value
-from workshop.run import data, flops, hardware, interpreter, trainer
+from workshop.run import data, deterministic, flops, hardware, interpreter, trainer
 from workshop.run.precision import LADDER, Precision, get_precision
 from workshop.run.presets import PRESETS, check_sizes, default_preset, get_preset
 from workshop.versions import Version
@@ -93,6 +93,7 @@ class Flags:
     )
     learning_rate: float = option("AdamW's", 3e-4)
     seed: int = option("of weights and batches", 42, type=seed_number)
+    deterministic: bool = option(deterministic.HELP)
     precision: str = option(
         f"{', '.join(LADDER)} (docs/fp8.md); auto is bf16 on a GPU that has it, else fp32 "
         "(default auto)",
@@ -162,6 +163,8 @@ def _switches(module: ModuleType) -> list[str]:
 def check_arguments(version: Version, module: ModuleType, arguments: argparse.Namespace) -> Request:
     """Raises WorkshopError, one line, for anything that can't run."""
     _check_flags(arguments)
+    if arguments.deterministic:
+        deterministic.switch_on()
     device = hardware.get_device(arguments.device)
     interpreter.check_device(version, device)
     interpreted = interpreter.serves(version, device)
@@ -374,6 +377,8 @@ def new_result(request: Request, data_record: dict[str, str | int]) -> RunResult
     }
     if request.version.triton:
         options["interpreted"] = request.interpreted
+    if request.arguments.deterministic:
+        options["deterministic"] = True
     return RunResult(
         version=request.version.key,
         config_name=request.config_name,

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from workshop.errors import NotOnThisMachine, WorkshopError
 
@@ -244,6 +245,35 @@ def switches(version: Version) -> list[str]:
     ]
 
 
+def load_own(place: str, otherwise: str = "") -> tuple[ModuleType, Any]:
+    """A participant's file, imported, and what it has under a name.
+
+    Args:
+        place: FILE.py:NAME.
+        otherwise: the name, if `place` is FILE.py.
+
+    Raises:
+        WorkshopError: there is no such file, or nothing of that name in it.
+    """
+    path, name = own_file(place, otherwise)
+    # Not under its own name: it may be that of a file of ours.
+    module = load_file(path.resolve(), f"own_{path.stem}")
+    if not hasattr(module, name):
+        raise WorkshopError(f"{path}: there is no {name} in it")
+    return module, getattr(module, name)
+
+
+def own_file(place: str, otherwise: str = "") -> tuple[Path, str]:
+    """The file and the name of `load_own`, which raises the same; nothing is imported."""
+    file, colon, name = place.rpartition(":")
+    path, name = (Path(file), name) if colon else (Path(place), otherwise)
+    if not path.is_file():
+        raise WorkshopError(f"{path}: no such file")
+    if not name:
+        raise WorkshopError(f"{place}: the name in it is missing: {place}:NAME")
+    return path, name
+
+
 def load(key: str) -> ModuleType:
     """Imports a version's file, once, as the module `tiny_llama_vN`.
 
@@ -257,9 +287,10 @@ def load(key: str) -> ModuleType:
     return load_file(version.path)
 
 
-def load_file(path: Path) -> ModuleType:
-    """Imports a file, once, as the module of its name; it can import those of its own folder."""
-    name = path.stem
+def load_file(path: Path, name: str = "") -> ModuleType:
+    """Imports a file, once, as the module of that name, by default its own; it can import those of
+    its own folder."""
+    name = name or path.stem
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

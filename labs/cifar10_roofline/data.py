@@ -78,7 +78,7 @@ def load(name: str, folder: Path) -> Dataset:
         return digits()
 
 
-def cifar10(folder: Path) -> Dataset:
+def cifar10(folder: Path, download: bool = True) -> Dataset:
     """torchvision's, from the folder or downloaded to it. Its files are pickles, which can run
     programs: torchvision opens them only if their checksums are those that were published. Raises
     OSError, RuntimeError: they can't be downloaded or read."""
@@ -87,7 +87,7 @@ def cifar10(folder: Path) -> Dataset:
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(PATIENCE_S)
     try:
-        parts = [CIFAR10(folder, train=train, download=True) for train in (True, False)]
+        parts = [CIFAR10(folder, train=train, download=download) for train in (True, False)]
     finally:
         socket.setdefaulttimeout(before)
     train, test = (

@@ -27,7 +27,7 @@ from workshop.gate.steps import shown
 from workshop.judge import lab_record
 from workshop.judge.turn import Clock, Shown, Turn
 from workshop.labs import LabRun
-from workshop.run import hardware, markers, memory, startup, trainer
+from workshop.run import deterministic, hardware, markers, memory, startup, trainer
 from workshop.run.precision import PRECISIONS, Precision, get_precision, set_arithmetic, untuned
 from workshop.run.timing import median
 from workshop.run.trainer import missing_for_compile
@@ -86,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--label-smoothing", type=float, default=0.1, metavar="X",
         help="of the cross-entropy (default 0.1)")  # fmt: skip
     add("--seed", type=int, default=42, help="of weights, order and augmentation (default 42)")
+    add(deterministic.FLAG, action="store_true", help=deterministic.HELP)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
     _add_data(parser.add_argument_group("data").add_argument)
     _add_files(parser.add_argument_group("files").add_argument)
@@ -187,6 +188,8 @@ class Run:
 def run(arguments: argparse.Namespace) -> int:
     """Trains, or profiles a step; the exit status."""
     errors.require("rich", "matplotlib")
+    if arguments.deterministic:
+        deterministic.switch_on()
     device = hardware.get_device(arguments.device)
     check(arguments, device)
 
@@ -415,7 +418,8 @@ def _finish(ready: Run, losses: list[Tensor], epochs: int) -> int:
     training, record, device = ready.training, ready.record, ready.training.device
     weights = {name: tensor.cpu() for name, tensor in training.model.state_dict().items()}
     step.save_file(ready.path("final_weights.pt"), weights)
-    draw_curves(record.subject, ready.history, ready.path("curves.png"))
+    curves = {name.replace("_", " "): [name] for name in _CURVES}
+    shared.draw_curves(record.subject, ready.history, curves, ready.path("curves.png"))
     steps = ready.batches.steps
     settling = record.step_ms[: steps if epochs > 1 else min(SETTLING_STEPS, steps - 1)]
     record.setup_s |= {"compile": startup.compile_seconds(), "warm_up": sum(settling) / 1e3}
@@ -446,24 +450,6 @@ def _finish(ready: Run, losses: list[Tensor], epochs: int) -> int:
         records.save(record, path)
         _summary(ready, path)
     return errors.DONE if passed else errors.ANSWER_IS_NO
-
-
-def draw_curves(title: str, history: list[dict[str, float]], target: Path) -> None:
-    """Writes a PNG of loss, test accuracy and learning rate over the epochs."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title)
-    epochs = [int(line["epoch"]) for line in history]
-    for axes, name in zip(figure.subplots(1, 3), _CURVES, strict=True):
-        axes.plot(epochs, [line[name] for line in history], marker="o")
-        axes.set(xlabel="epoch", ylabel=name.replace("_", " "))
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(alpha=0.3)
-    with results.atomic_path(target) as path:
-        figure.savefig(path, format="png")
 
 
 def time_epochs(record: LabRun, times: list[float], epochs: int) -> None:

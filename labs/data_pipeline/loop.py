@@ -51,6 +51,7 @@ class Settings:
     persistent: bool = False  # workers stay for the next epoch
     pinned: bool = False  # batches in memory from which a GPU copies while the loop goes on
     prefetch: int = 2  # batches that each worker prepares ahead
+    local: bool = False  # the files are copied to a local disk first, and read there
     on_device: bool = False  # crop and normalise whole batches there, not each image in the workers
     resident: bool = False  # all images are on the device: there is no loader
     channels_last: bool = False

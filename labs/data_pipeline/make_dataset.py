@@ -1,7 +1,7 @@
 """Writes a folder of PNG files with labels, and packs it into other formats.
 
-The images are scikit-learn's digits in colour, or your own. Run it again with the same flags, and
-what is whole is kept: every file's SHA-256 is in images/manifest.json.
+The images are scikit-learn's digits in colour, your own, or CIFAR-10's. Run it again with the same
+flags, and what is whole is kept: every file's SHA-256 is in images/manifest.json.
 """
 
 import argparse
@@ -10,9 +10,12 @@ import hashlib
 import io
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import sys
+import tarfile
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +29,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from labs import shared
 from labs.data_pipeline import formats
 from labs.data_pipeline.formats import LABELS, MANIFEST, PACKED, Folder, Images, open_image
 from workshop import errors, results
@@ -44,8 +48,12 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".
 GRAIN = 6
 """Standard deviation of an image's noise, of 255. Without it the PNG of a smooth digit would have
 half of a photograph's size."""
+PICKLED_LABELS = "labels.pkl"
+CIFAR10, CIFAR10_ARCHIVE = "cifar-10-batches-py", "cifar-10-python.tar.gz"
 Pngs = Iterable[tuple[bytes, int]]
 """Files and labels, in order."""
+Found = list[tuple[Path, int]]
+"""A participant's images, and the number of each one's class."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -59,9 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
     what("--images", type=count, default=DIGITS, metavar="N",
          help=f"digits; above {DIGITS:,} they come again in other colours "
          f"(default {DIGITS})")  # fmt: skip
-    what("--from", type=Path, dest="source", metavar="FOLDER",
-         help="your own images instead, of any size; an image's class is its sub-folder's "
-         "name")  # fmt: skip
+    what("--from", type=Path, dest="source", metavar="PATH",
+         help="other images, of any size: a folder with a sub-folder for each class, or with PNG "
+         f"files and {PICKLED_LABELS}; or CIFAR-10: {CIFAR10_ARCHIVE}, or {CIFAR10}")  # fmt: skip
     add("--size", type=count, default=32, help="side of the square images in pixels (default 32)")
     add("--seed", type=int, default=42, help="of the digits' colours (default 42)")
     add("--damaged", choices=("refuse", "skip"), default="refuse",
@@ -91,11 +99,12 @@ def make(arguments: argparse.Namespace) -> int:
     kinds = [PACKED[key] for key in PACKED if {key, "all"} & set(arguments.pack)]
     needs = {package for kind in kinds for package in kind.packages}
     errors.require("PIL", "rich", *([] if arguments.source else ["sklearn"]), *sorted(needs))
-    found = _own_images(arguments.source) if arguments.source else []
-    name = arguments.source.resolve().name if arguments.source else f"digits_{arguments.images}"
+    name = f"digits_{arguments.images}"
+    if arguments.source:
+        is_cifar10 = arguments.source.name in (CIFAR10, CIFAR10_ARCHIVE)
+        name = "cifar10" if is_cifar10 else arguments.source.resolve().name
     folder = arguments.output_dir or FOLDER / "data" / f"{name}_{arguments.size}"
-    _prepare(folder)
-    _write_images(folder, arguments, found)
+    _write_images(folder, arguments)
     for kind in kinds:
         pack(folder, kind)
     return errors.DONE
@@ -123,21 +132,27 @@ def _delete(path: Path) -> None:
 # --- the folder of PNGs --------------------------------------------------------------------------
 
 
-def _write_images(folder: Path, arguments: argparse.Namespace, found: list[Path]) -> None:
+def _write_images(folder: Path, arguments: argparse.Namespace) -> None:
     """Writes the images, unless they are there and whole. Packed files of other images are
     deleted."""
     size, command = ["--size", str(arguments.size)], ["make_dataset.py"]
-    if arguments.source:
-        command += ["--from", "YOUR_IMAGES", *size]
-        files = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in found]
-        made = {"command": command, "files": files, "damaged": arguments.damaged}
-        classes = sorted({_class_of(path, arguments.source) for path in found})
-        pngs = _photographs(found, classes, arguments)
+    source = arguments.source
+    if source and source.name in (CIFAR10, CIFAR10_ARCHIVE):
+        made: dict[str, Any] = {"command": [*command, "--from", source.name, *size]}
+        classes, pngs = [str(number) for number in range(10)], _cifar10(source, arguments.size)
+    elif source:
+        found, classes = _own_images(source)
+        files = [[str(path), path.stat().st_size, path.stat().st_mtime_ns, label]
+                 for path, label in found]  # fmt: skip
+        made = {"command": [*command, "--from", "YOUR_IMAGES", *size], "files": files}
+        made |= {"damaged": arguments.damaged}
+        pngs = _photographs(found, arguments)
     else:
         images, seed = str(arguments.images), str(arguments.seed)
         made = {"command": [*command, "--images", images, "--seed", seed, *size]}
         classes = [str(digit) for digit in range(10)]
         pngs = _digits(arguments.images, arguments.size, arguments.seed)
+    _prepare(folder)
     target, before = folder / Folder.file_name, formats.manifest(folder)
     if before.pop("sha256", None) and before == made and not find_damaged(folder):
         print(f"{target}: is there already, and whole")
@@ -254,30 +269,92 @@ def _coloured(ink: np.ndarray, size: int, random: np.random.Generator) -> "Image
 # --- a participant's images ----------------------------------------------------------------------
 
 
-def _own_images(folder: Path) -> list[Path]:
-    """The images below the sub-folders, sorted; raises WorkshopError without one."""
+def _own_images(folder: Path) -> tuple[Found, list[str]]:
+    """The images of a folder, sorted, and the classes' names; raises WorkshopError without one."""
+    if (folder / PICKLED_LABELS).is_file():
+        return _labelled_images(folder)
     paths = (path for path in sorted(folder.glob("*/**/*")) if path.name[0] != ".")
     found = [path for path in paths if path.suffix.lower() in SUFFIXES]
     if not found:
         raise WorkshopError(
             f"--from {folder}: no images ({', '.join(SUFFIXES)}) in its sub-folders, whose names "
-            "are the classes"
+            f"are the classes, and no {PICKLED_LABELS}"
         )
-    return found
+    names = [path.relative_to(folder).parts[0] for path in found]
+    classes = sorted({*names})
+    return [(path, classes.index(name)) for path, name in zip(found, names, strict=True)], classes
 
 
-def _class_of(path: Path, source: Path) -> str:
-    return path.relative_to(source).parts[0]
+def _labelled_images(folder: Path) -> tuple[Found, list[str]]:
+    """PNG files, in the folder or below it, whose names are the keys of its PICKLED_LABELS."""
+    pickled = folder / PICKLED_LABELS
+    try:
+        with pickled.open("rb") as file:
+            labels = dict(_PlainUnpickler(file).load())
+        numbers = {int(label) for label in labels.values()}
+        if not numbers or min(numbers) < 0:
+            raise ValueError("no labels, or one below 0")
+    except Exception as error:  # what a damaged pickle raises is not listed anywhere
+        raise WorkshopError(
+            f"{pickled} can't be read ({printable(str(error))}): it has to be a pickled dict, from "
+            "a PNG file's name to the number of its class"
+        ) from None
+    paths = sorted(folder.glob("**/*.png"))
+    if not paths:
+        raise WorkshopError(f"--from {folder}: no PNG files beside {PICKLED_LABELS} or below it")
+    if without := [path for path in paths if path.name not in labels]:
+        raise WorkshopError(f"{pickled} has no label for {without[0]}")
+    found = [(path, int(labels[path.name])) for path in paths]
+    return found, [str(number) for number in range(max(numbers) + 1)]
 
 
-def _photographs(
-    found: list[Path], classes: list[str], arguments: argparse.Namespace
-) -> Iterator[tuple[bytes, int]]:
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads texts, numbers, lists and dicts. All else names a class or a function, NumPy's numbers
+    too, and a function may be any program."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} in it is refused")
+
+
+def _cifar10(source: Path, size: int) -> Iterator[tuple[bytes, int]]:
+    """The training images of CIFAR-10 as it is distributed: the archive, or the folder in it."""
+    from PIL import Image, ImageOps
+
+    from labs.cifar10_roofline.data import cifar10
+
+    shared.import_torchvision()
+    with tempfile.TemporaryDirectory() as unpacked:
+        root = source.resolve().parent
+        try:
+            if source.name == CIFAR10_ARCHIVE:
+                _unpack(source, Path(unpacked) / CIFAR10)
+                root = Path(unpacked)
+            images = cifar10(root, download=False).train
+        except (OSError, EOFError, RuntimeError, tarfile.TarError) as error:
+            raise WorkshopError(
+                f"--from {source} can't be read ({printable(str(error))}): it is missing, or not "
+                "as it was published"
+            ) from None
+    pixels = images.images.permute(0, 2, 3, 1).numpy()
+    for image, label in zip(tracked(pixels, "writing"), images.labels.tolist(), strict=True):
+        yield _png(ImageOps.fit(Image.fromarray(image), (size, size))), label
+
+
+def _unpack(archive: Path, target: Path) -> None:
+    """Writes the archive's files into one folder, whatever theirs."""
+    target.mkdir()
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            if content := tar.extractfile(member):  # a folder has none
+                (target / Path(member.name).name).write_bytes(content.read())
+
+
+def _photographs(found: Found, arguments: argparse.Namespace) -> Iterator[tuple[bytes, int]]:
     """Upright, cut to a square at the middle, and scaled."""
     from PIL import ImageOps
 
     side = (arguments.size, arguments.size)
-    for path in tracked(found, "writing"):
+    for path, label in tracked(found, "writing"):
         try:
             image = ImageOps.exif_transpose(open_image(path.read_bytes()))
         except Exception as error:  # what a damaged image raises is not listed anywhere
@@ -286,7 +363,7 @@ def _photographs(
                 raise WorkshopError(f"{problem}: take it out, or give --damaged skip") from None
             print(f"WARNING: {problem}: it is left out", file=sys.stderr)
             continue
-        yield _png(ImageOps.fit(image, side)), classes.index(_class_of(path, arguments.source))
+        yield _png(ImageOps.fit(image, side)), label
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python measure_pipeline.py --steps all
     python measure_pipeline.py --steps 1-worker n-workers on-device --workers 4 --open-ms 2
     python measure_pipeline.py --steps rates
+    python measure_pipeline.py --steps accuracy --epochs 20
 
 Each rung changes one thing and runs in separate processes, which alternate with the others'. It
 gets a throughput only if it trains on the plain loop's images, to the plain loop's losses and
@@ -14,6 +15,7 @@ import functools
 import itertools
 import math
 import sys
+import tempfile
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +32,14 @@ if __name__ == "__main__":
 import torch
 
 from labs import shared
-from labs.data_pipeline import formats, gate, make_dataset, measure_rung, rungs
+from labs.data_pipeline import (
+    formats,
+    gate,
+    make_dataset,
+    measure_rung,
+    rungs,
+    train_and_test,
+)
 from labs.data_pipeline.formats import FORMATS, PACKED, BadData, Folder
 from labs.data_pipeline.loop import Loop
 from labs.data_pipeline.measure_rung import LAB, cores
@@ -40,11 +49,11 @@ from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge import studies
 from workshop.judge.pipe import Closed
 from workshop.labs import LabRow, LabRun
-from workshop.run import hardware
+from workshop.run import deterministic, hardware
 from workshop.show import lab_table
 from workshop.tables import Line, Table, number, tracked
 
-RATES = "rates"
+RATES, ACCURACY = "rates", "accuracy"
 MOST_OPEN_MS = 1e4
 LARGE_SIDE = 224
 DEFAULTS = {  # on a GPU, on a CPU
@@ -61,15 +70,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser = shared.new_parser(__doc__, "a gate or a rung failed", f"{names}\n\n")
     add = parser.add_argument
     number = partial(add, type=count, metavar="N")
-    add("--steps", nargs="+", choices=("all", RATES, *rungs.BY_NAME), default=["all"],
+    add("--steps", nargs="+", choices=("all", RATES, ACCURACY, *rungs.BY_NAME), default=["all"],
         metavar="NAME",
-        help="all (default), rungs by name, or rates: how many workers a model wants")  # fmt: skip
+        help="all (default), rungs by name, rates (how many workers a model wants), or accuracy (a "
+        "training with a test after each epoch)")  # fmt: skip
     number("--workers", help="where a rung has many (default: the cores)")
     number("--batch-size", help="images a step (default 128, CPU 64)")
     number("--iterations", help="steps of an epoch, at most (default: all, CPU 8)")
-    number("--epochs", default=3, help="that are timed (default 3)")
+    number("--epochs", default=3, help="that are timed, or of the accuracy (default 3)")
     shared.add_repeats(add)
     add("--seed", type=int, default=42, help="of weights, order and crops (default 42)")
+    add(deterministic.FLAG, action="store_true", help=deterministic.HELP)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
     shared.add_output_dir(add, LAB)
     for flag in ("--rung", "--folder"):  # what one process measures
@@ -87,6 +98,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--open-ms", type=float, default=0.0, metavar="X",
         help="slow storage, simulated: each open of a file takes X ms longer "
         "(default 0)")  # fmt: skip
+    add("--local-dir", type=Path, metavar="FOLDER", default=Path(tempfile.gettempdir()),
+        help="where the rungs local-* copy their files, and delete them at the end "
+        "(default: $TMPDIR)")  # fmt: skip
     return parser
 
 
@@ -106,15 +120,23 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.open_ms <= MOST_OPEN_MS:
         limits = f"it must lie between 0 and {MOST_OPEN_MS:,.0f}"
         raise WorkshopError(f"--open-ms {arguments.open_ms}: {limits}")
+    if not arguments.local_dir.is_dir():
+        raise WorkshopError(f"--local-dir {arguments.local_dir} is not a folder")
     make_dataset.check_seed(arguments.seed)
     defaults = {name: pair[device.type != "cuda"] for name, pair in DEFAULTS.items()}
+    if ACCURACY in arguments.steps:
+        defaults["iterations"] = None
     for name, value in ({"size": 32, "workers": cores()} | defaults).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
     if arguments.rung:
+        if arguments.deterministic:
+            deterministic.switch_on()
         return measure_rung.measure(arguments, arguments.rung, Path(arguments.folder))
     if RATES in arguments.steps:
         return show_rates(arguments, device)
+    if ACCURACY in arguments.steps:
+        return show_accuracy(arguments, device)
     return measure_all(arguments, device)
 
 
@@ -232,11 +254,14 @@ def plan(
     """A process that measures a rung; `more` are further words of its command."""
     folder, device = plain.asked.folder, plain.asked.device
     flags = {"steps": name, "rung": name, "folder": folder, "device": device}
-    for flag in ("workers", "batch-size", "resnet-batch-size", "epochs", "seed", "open-ms"):
+    for flag in (
+        "workers", "batch-size", "resnet-batch-size", "epochs", "seed", "open-ms", "local-dir",
+    ):  # fmt: skip
         flags[flag] = getattr(arguments, flag.replace("-", "_"))
     if arguments.iterations:
         flags["iterations"] = arguments.iterations
     words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+    words += [deterministic.FLAG] * arguments.deterministic
     command = [__file__, *words, *more]
     record = measure_rung.new_run(arguments, name, folder, device, session, command)
 
@@ -253,7 +278,9 @@ def plan(
 
 
 def _outcome(run: LabRun) -> str:
-    return f"{shared.images_and_gate(run)}; waits {run.metrics['wait_share']:.0%}"
+    copied = run.metrics.get("copy_s")
+    told = "" if copied is None else f"; copied in {copied:.2f} s, before the clock"
+    return f"{shared.images_and_gate(run)}; waits {run.metrics['wait_share']:.0%}{told}"
 
 
 # --- what is printed -----------------------------------------------------------------------------
@@ -305,6 +332,12 @@ def rates_table(rows: Sequence[LabRow]) -> Table:
         "waits: the share of whole epochs in which the loop waits for its next batch",
         "GPU busy: the share of the profiled steps, within an epoch, with a kernel running",
     ]
+    notes += [
+        f"{row.label}: the copy took {number(row.metric('copy_s'), '.2f')} s, once, before the "
+        "clock: it is not in the times"
+        for row in rows
+        if row.metric("copy_s") is not None
+    ]
     header = ("images/s of a part", *columns, "waits", "GPU busy")
     return Table("alone", header, lines, notes, continues=True)
 
@@ -326,6 +359,18 @@ def show_rates(arguments: argparse.Namespace, device: torch.device) -> int:
         f"the model takes {model:,.0f} images/s of batches that lie on the device\n"
         f"workers that follow: {math.ceil(model / worker)}, on {cores()} cores"
     )
+    return errors.DONE
+
+
+def show_accuracy(arguments: argparse.Namespace, device: torch.device) -> int:
+    """Trains and tests on images that are held out."""
+    errors.require("matplotlib")
+    output = results.prepare_folder(arguments.output_dir)
+    train_and_test.run(
+        Folder(prepare(arguments, False, set())), device,
+        epochs=arguments.epochs, batch_size=arguments.batch_size, steps=arguments.iterations,
+        seed=arguments.seed, target=output / "accuracy.png",
+    )  # fmt: skip
     return errors.DONE
 
 

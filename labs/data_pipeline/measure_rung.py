@@ -2,6 +2,7 @@
 part alone, profiles some steps, and writes the result file."""
 
 import argparse
+import contextlib
 import itertools
 import os
 import re
@@ -36,7 +37,7 @@ from workshop.show import step_pictures
 
 LAB = "data_pipeline"
 SHARED_MEMORY = Path("/dev/shm")
-HIDDEN = ("--output-dir", "--dataset-dir", "--rung", "--folder", "--profile-dir")
+HIDDEN = ("--output-dir", "--dataset-dir", "--local-dir", "--rung", "--folder", "--profile-dir")
 _OUT_OF_SHARED_MEMORY = "Bus error|unable to (allocate|write|resize) .*shm|No space left on device"
 
 
@@ -52,14 +53,25 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
     def too_large(asked: str) -> OutOfMemory:
         return OutOfMemory(f"{name}: out of memory: {asked}; take a smaller batch than {size}")
 
-    with trainer.memory_failure_as(too_large):
-        images, source = open_images(settings, folder, arguments.open_ms)
+    plain = gate.PlainLoop(asked(arguments, rungs.is_large(name), folder, device))
+    turn = Turn(arguments.candidate, gate.Check(plain, record))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(trainer.memory_failure_as(too_large))
+        open_ms = arguments.open_ms
+        if settings.local:
+            turn.wait()  # the copy is timed alone
+            copied = peers.local_copy(
+                folder / FORMATS[settings.format].file_name,
+                arguments.local_dir, open_ms, max(1, settings.workers),
+            )  # fmt: skip
+            folder, record.metrics["copy_s"] = stack.enter_context(copied)
+            open_ms = 0.0
+        images, source = open_images(settings, folder, open_ms)
         loop = Loop(
             settings, source, device, size, arguments.iterations, images.classes, arguments.seed
         )
-        plain = gate.PlainLoop(asked(arguments, rungs.is_large(name), folder, device))
-        turn = Turn(arguments.candidate, gate.Check(plain, record))
-        turn.wait()
+        if not settings.local:
+            turn.wait()
         record.metrics |= {  # of one core
             "storage_per_s": storage_rate(images),  # first: what is mapped can't be dropped
             "read_per_s": read_rate(images),

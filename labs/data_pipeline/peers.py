@@ -1,10 +1,13 @@
-"""Other sources of the same images: torchvision's ImageFolder, WebDataset's own loader, and slow
-storage, simulated."""
+"""Other sources of the same images: torchvision's ImageFolder, WebDataset's own loader, slow
+storage, simulated, and a copy on a local disk."""
 
+import contextlib
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +120,32 @@ class SlowOpens(Dataset[tuple[Tensor, int]]):
             self._opened_in = os.getpid()
             time.sleep(self.open_ms / 1e3)
         return self.images[index]
+
+
+@contextlib.contextmanager
+def local_copy(
+    images: Path, local_dir: Path, open_ms: float, threads: int
+) -> Iterator[tuple[Path, float]]:
+    """Copies a format's files. Yields a dataset's folder that has these alone, and the seconds of
+    the copy; the folder is deleted at the end.
+
+    Args:
+        images: one file, or a folder of them.
+        open_ms: the wait at each open, as in SlowOpens.
+        threads: copies at a time.
+    """
+    files = sorted(images.iterdir()) if images.is_dir() else [images]
+    with tempfile.TemporaryDirectory(prefix="data_pipeline.", dir=local_dir) as local:
+        target = Path(local) / images.name
+        if images.is_dir():
+            target.mkdir()
+
+        def copy(path: Path) -> None:
+            time.sleep(open_ms / 1e3)
+            shutil.copyfile(path, target / path.name if images.is_dir() else target)
+
+        start = time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(copy, files):  # raises what a copy raised
+                pass
+        yield Path(local), time.perf_counter() - start

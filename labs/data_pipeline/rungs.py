@@ -41,6 +41,8 @@ RUNGS = (
     Rung("torchvision-dataset", "prefetched", {"reader": "torchvision"}),
     Rung("on-device", "prefetched", {"on_device": True}),
     *(Rung(key, "on-device", {"format": key}) for key in PACKED),
+    Rung("local-folder", "on-device", {"local": True}),
+    Rung("local-zip", "zip", {"local": True}),
     Rung("webdataset-loader", "webdataset", {"reader": "webdataset"}),
     Rung("ffcv", "on-device", {"reader": "ffcv"}),
     Rung("dali", "on-device", {"reader": "nvidia.dali"}),

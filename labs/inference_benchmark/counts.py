@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+WHOLE = "network"
+"""Among the names of layers, the one of all together."""
 _UNITS = (nn.MultiheadAttention,)
 """Modules that call their children's functions past the children."""
 

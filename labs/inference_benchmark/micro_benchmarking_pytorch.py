@@ -17,11 +17,14 @@ if __name__ == "__main__":
 from labs.inference_benchmark import request, single
 from workshop import errors
 from workshop.arguments import parse
+from workshop.run import deterministic
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark from the command line; returns the exit status."""
     arguments = parse(request.build_parser(), argv)
+    if arguments.deterministic:
+        deterministic.switch_on()
     work = single.run
     if arguments.profile_steps:
         from labs.inference_benchmark import profiling

@@ -17,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from labs import shared
 from labs.group import Group
-from labs.inference_benchmark import measure, networks, request, single
+from labs.inference_benchmark import measure, modes, networks, request, single
+from labs.inference_benchmark.counts import WHOLE
 from labs.inference_benchmark.measure import Bench, Inference, Learning
 from labs.inference_benchmark.modes import Setting
 from labs.inference_benchmark.single import RULE, Say
@@ -100,24 +101,19 @@ def trace(bench: Bench, folder: Path, group: Group, say: Say) -> None:
 
 
 def flops(bench: Bench, step: int, group: Group, say: Say) -> None:
-    """Operations, parameters and times of each layer of the whole batch, by PyTorch's counter in
-    the layout of DeepSpeed's profiler.
-
-    The network runs operation by operation here: no profiler sees into a compiled one.
-    """
-    setting = bench.setting
-    images = setting.network.images(setting.batch_size, setting.seed).to(setting.device)
-    latencies = _latencies(bench.model, images)
+    """Prints each layer's operations of the whole batch, parameters and times, by PyTorch's counter
+    in the layout of DeepSpeed's profiler."""
     for line in (RULE, "FLOPS Profiler Output (PyTorch's counter):", RULE):
         say(line)
-    for line in _report(bench, step, group, latencies):
+    for line in _report(bench, step, group):
         say(line)
 
 
-def _report(bench: Bench, step: int, group: Group, latencies: dict[str, float]) -> Iterator[str]:
+def _report(bench: Bench, step: int, group: Group) -> Iterator[str]:
     """DeepSpeed's lines, which the guide's commands search for."""
     batch, counted = bench.setting.batch_size, bench.counts
-    total, whole_ms = counted.flops * batch, latencies[""]
+    times = {name: ms for name, (ms,) in bench.run.phase_ms.items()}
+    total, whole_ms = counted.flops * batch, times[WHOLE]
     yield f"Profile Summary at step {step}:"
     pairs = {
         "world size": str(group.size),
@@ -141,12 +137,12 @@ def _report(bench: Bench, step: int, group: Group, latencies: dict[str, float]) 
     size = bench.variant.dtype.itemsize
     for name, module in bench.model.named_modules():
         own = [one for one in counted.layers if f"{one.name}.".startswith(f"{name}.")]
-        if not name or name.count(".") > 1 or not own or name not in latencies:
+        if not own or name not in times:
             continue
         macs = sum(layer.flops for layer in own) * batch / 2
         moved = sum(layer.bytes(batch, size) for layer in own)
         parameters = sum(p.numel() for p in module.parameters())
-        ms = latencies[name]
+        ms = times[name]
         yield (
             f"{'  ' * name.count('.')}{name} ({type(module).__name__}): {_si(parameters)}, "
             f"{_si(macs)}MACs, {2 * macs / total:.1%}, {ms:.3f} ms, {ms / whole_ms:.1%}, "
@@ -155,9 +151,18 @@ def _report(bench: Bench, step: int, group: Group, latencies: dict[str, float]) 
 
 
 @torch.no_grad()
-def _latencies(model: nn.Module, images: torch.Tensor) -> dict[str, float]:
-    """Milliseconds of each module's forward pass, and under "" of the whole network's, which runs
-    without the marks; the second of two passes."""
+def layer_ms(bench: Bench) -> dict[str, list[float]]:
+    """Milliseconds of the forward pass of each module in the two upper levels, and of the WHOLE
+    network, which runs without the marks; the second of two passes.
+
+    The network runs operation by operation here, at the run's precision and in its layout: no
+    profiler sees into a compiled one."""
+    setting, variant = bench.setting, bench.variant
+    eager = dataclasses.replace(variant.plain(), channels_last=variant.channels_last)
+    model = modes.prepare(bench.model, eager)
+    images = setting.network.images(setting.batch_size, setting.seed).to(
+        setting.device, eager.dtype, memory_format=eager.layout()
+    )
     clock, marks = StepClock(images.device), itertools.count()
     starts: dict[str, int] = {}
     spans: dict[str, tuple[int, int]] = {}
@@ -166,26 +171,28 @@ def _latencies(model: nn.Module, images: torch.Tensor) -> dict[str, float]:
         clock.mark()
         return next(marks)
 
-    def watch(name: str, module: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
+    def watch(name: str, module: nn.Module) -> None:
         def before(*_: object) -> None:
             starts[name] = mark()
 
         def after(*_: object) -> None:
             spans[name] = (starts[name], mark())
 
-        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
 
-    model.eval()
-    for _ in range(2):
-        first = mark()
+    with eager.context(setting.device):
+        for _ in range(2):
+            first = mark()
+            model(images)
+            whole = (first, mark())
+        for name, module in model.named_modules():
+            if name and name.count(".") < 2:
+                watch(name, module)
         model(images)
-        whole = (first, mark())
-    handles = [watch(name, module) for name, module in model.named_modules() if name]
-    model(images)
-    for handle in itertools.chain(*handles):
-        handle.remove()
     clock.durations_ms()  # waits
-    return {name: clock.between_ms(*span) for name, span in {"": whole, **spans}.items()}
+    times = {name: clock.between_ms(*span) for name, span in {WHOLE: whole, **spans}.items()}
+    return {name: [ms] for name, ms in times.items() if ms > 0}
 
 
 def _si(number: float) -> str:

@@ -18,7 +18,7 @@ from labs.inference_benchmark.modes import Variant
 from workshop import errors, results
 from workshop.arguments import count
 from workshop.errors import WorkshopError
-from workshop.run import hardware
+from workshop.run import deterministic, hardware
 
 LAB = "inference_benchmark"
 OUTPUT_DIR = results.DEFAULT_FOLDER / LAB
@@ -56,12 +56,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = shared.new_parser(DESCRIPTION, "the gate failed or memory ran out", more)
     add = parser.add_argument
     number = partial(add, type=count, metavar="N")
-    add("--network", required=True, metavar="NAME", help="see below; all: a table of all of them")
+    add("--network", required=True, metavar="NAME", help="see below; all: a table of all of them; "
+        "with --compare several, as in resnet18,resnet50")  # fmt: skip
     number("--batch-size", default=64, help="images of all GPUs together (default 64)")
     number("--iterations", default=20, help="timed ones (default 20)")
     number("--warmup-iterations", default=5, help="not timed, before them (default 5)")
     add("--mode", choices=("inference", "training"), default="inference", help="default inference")
     add("--seed", type=int, default=42, help="of weights and images (default 42)")
+    add(deterministic.FLAG, action="store_true", help=deterministic.HELP)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
     shared.add_output_dir(add, LAB)
     _add_speed(parser.add_argument_group("what makes it fast").add_argument)
@@ -137,6 +139,11 @@ def is_study(arguments: argparse.Namespace) -> bool:
     return bool(several or arguments.network == ALL)
 
 
+def names_of(arguments: argparse.Namespace) -> list[str]:
+    """The networks: several only with --compare."""
+    return arguments.network.split(",") if arguments.compare else [arguments.network]
+
+
 def variant_of(arguments: argparse.Namespace) -> Variant:
     """Raises WorkshopError for flags that contradict each other."""
     if arguments.fp16 and arguments.precision not in (None, "fp16"):
@@ -193,7 +200,8 @@ def check(arguments: argparse.Namespace) -> torch.device:
     """
     group, variant, step = group_of(arguments), variant_of(arguments), arguments.flops_prof_step
     if arguments.network != ALL:
-        networks.get_network(arguments.network)
+        for name in names_of(arguments):
+            networks.get_network(name)
     eager = variant.compile is None and not variant.cuda_graph and not variant.export
     training, asked = arguments.mode == "training", _asked(arguments, group)
     studies, no_peer, variants = (

@@ -209,6 +209,10 @@ def _add_what_follows(bench: Bench, group: Group, arguments: argparse.Namespace)
     if record.status != "complete":
         return
     record.plausibility = labs.implausible(record, group.size)
+    if arguments.flops_prof_step:
+        from labs.inference_benchmark import profiling
+
+        record.phase_ms = profiling.layer_ms(bench)
     # Compilers take longer beside other processes: there is no break-even then.
     if record.setup_s.get("compile") and not bench.training and not bench.turn.beside:
         plain_ms = measure.time_plain(bench)
@@ -288,7 +292,8 @@ def configuration(
         say(f"PyTorch Compile: ENABLED (mode={variant.compile.get('mode') or 'default'})")
     say(f"Variant: {variant.label}")
     say("")
-    say(f"Warming up ({arguments.warmup_iterations} iterations) ...")
+    no_loss = "" if arguments.mode == "training" else ", without a loss: nothing is trained"
+    say(f"Warming up ({arguments.warmup_iterations} iterations{no_loss}) ...")
 
 
 def iterations(say: Say, bench: Bench) -> None:
@@ -298,7 +303,7 @@ def iterations(say: Say, bench: Bench) -> None:
         if (name, i) == ("Epoch", 0):
             say("Warmup complete.")
             say("")
-            note = "" if bench.training else " (the loss is of random weights: nothing is trained)"
+            note = "" if bench.training else " (the loss is of random weights, and shows nothing)"
             say(f"Running timed iterations{note} ...")
         known = "" if loss is None else f"Loss = {loss:.4f}, "
         say(f"{name} {i}: {known}Time = {ms / 1e3:.4f} seconds")

@@ -1,6 +1,7 @@
 """Several runs: the variants of a comparison in alternating processes, and the largest batch."""
 
 import argparse
+import dataclasses
 import gc
 import re
 import sys
@@ -16,11 +17,13 @@ from labs.inference_benchmark import measure, modes, networks, request, single
 from labs.inference_benchmark.measure import Inference, Learning, Work
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop import errors, labs, records, results, tables
+from workshop.compare.rows import ratio
 from workshop.errors import WorkshopError
 from workshop.judge import studies
 from workshop.labs import LabRow, LabRun
-from workshop.run import hardware, memory, trainer
+from workshop.run import deterministic, hardware, memory, trainer
 from workshop.run.precision import set_arithmetic
+from workshop.run.timing import Ratio
 from workshop.show import lab_table
 
 PROGRAM = Path(__file__).with_name("micro_benchmarking_pytorch.py")
@@ -144,17 +147,24 @@ def _speed_flags(arguments: argparse.Namespace, without: str) -> Flags:
 
 
 def _alternate(variants: list[Flags], arguments: argparse.Namespace) -> int:
+    names = request.names_of(arguments)
+    cases: list[Flags] = [("--network", name, *flags) for name in names for flags in variants]
     folder = results.prepare_folder(arguments.output_dir)
     session, common = results.new_session(), _common_flags(arguments)
-    baseline = single.planned([*common, *variants[0]], arguments.study, session)[0].variant
+    baseline = single.planned([*common, *cases[0]], arguments.study, session)[0].variant
 
     def plan(flags: Flags, repeat: int) -> studies.Plan:
         return _plan([*common, *flags], arguments, session, baseline)
 
-    measured = shared.alternating(variants, arguments.repeats, plan, arguments.jobs)
+    measured = shared.alternating(cases, arguments.repeats, plan, arguments.jobs)
     runs, interrupted = shared.told(measured, _outcome)
     rows = labs.build_rows(runs)
-    report = lab_table.of_labs([rows])
+    by_subject = defaultdict(list)
+    for row in rows:
+        by_subject[row.first.subject].append(row)
+    report = lab_table.of_labs([*by_subject.values()])
+    if len(names) > 1 and len(variants) == 2:
+        report = dataclasses.replace(report, tables=[all_table(rows)])
     target = folder / f"{_file_name(arguments, rows[0].first)}.md"
     results.write_json(target.with_suffix(".json"), report.as_json())
     shared.show(report.tables, rows, target)
@@ -180,10 +190,10 @@ def _outcome(run: LabRun) -> str:
 
 def _common_flags(arguments: argparse.Namespace) -> list[str]:
     """The flags of all processes of a study."""
-    flags = ["--network", arguments.network, "--mode", arguments.mode]
+    flags = ["--mode", arguments.mode]
     for name in ("batch_size", "iterations", "warmup_iterations", "seed", "device", "output_dir"):
         flags += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    return flags
+    return flags + [deterministic.FLAG] * arguments.deterministic
 
 
 def _plan(
@@ -268,6 +278,18 @@ def _resumed(
     return session, done
 
 
+def _rate(row: LabRow) -> str:
+    """With two decimals, where a CPU does a few images a second."""
+    return tables.number(row.units_per_s, ",.2f" if (row.units_per_s or 0) < 100 else ",.0f")
+
+
+def _gain(gain: Ratio | None) -> str:
+    """With its interval, if there is one."""
+    if gain is None or gain.interval:
+        return ratio(gain, tables.SAME)
+    return f"{gain.value:.2f}x"
+
+
 def all_table(rows: Iterable[LabRow]) -> tables.Table:
     """A line for each network whose two runs are there: plain, and as fast as it gets."""
     by_network = defaultdict(list)
@@ -279,8 +301,7 @@ def all_table(rows: Iterable[LabRow]) -> tables.Table:
             continue
         plain, fast = sorted(both, key=lambda row: row.first.options["compile"] is not None)
         gain, first = labs.speedup(plain, fast), plain.first
-        cells = [name, tables.number(plain.units_per_s, ",.0f"),
-                 tables.number(fast.units_per_s, ",.0f"), f"{gain.value:.2f}x" if gain else "-",
+        cells = [name, _rate(plain), _rate(fast), _gain(gain),
                  tables.number(fast.ceiling_share, ".1%"),
                  f"{plain.verdict}, {fast.verdict}"]  # fmt: skip
         lines.append(tables.Line(cells, "red" if plain.failed or fast.failed else None))

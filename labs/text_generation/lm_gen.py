@@ -77,7 +77,9 @@ def build_parser(engine: str = "hf") -> argparse.ArgumentParser:
     number("--num_tokens", default=50, help="new ones, at most (default 50)")
     add("--temperature", type=float, default=0.0, metavar="X",
         help="0 takes the most likely token, 1 draws as the model says (default 0)")  # fmt: skip
-    number("--batch_size", default=1, help="prompts at a time (default 1)")
+    number(
+        "--batch_size", default=1, help="prompts at a time, or texts of a single one (default 1)"
+    )
     add("--seed", type=int, default=42, help="of drawn tokens: of the first prompt (default 42)")
     add("--stream", action="store_true", help="print tokens as they come; one prompt at a time")
     add = parser.add_argument_group("how it runs").add_argument
@@ -188,6 +190,8 @@ def run(arguments: argparse.Namespace) -> int:
         results.prepare_file(arguments.output_file, "--output_file")
     results.prepare_folder(arguments.output_dir)
     texts = prompts.read(arguments.input_file)
+    if len(texts) == 1:  # each has its own seed
+        texts *= arguments.batch_size
     set_arithmetic(precision.name)
     with contextlib.ExitStack() as stack:
         if rank:  # the others compute, and the first one prints and writes

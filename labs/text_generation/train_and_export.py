@@ -26,7 +26,7 @@ from workshop import arguments, errors, request, results, versions
 from workshop.arguments import count, option
 from workshop.errors import WorkshopError
 from workshop.gate import canonical
-from workshop.run import data, hardware, presets, trainer
+from workshop.run import data, deterministic, hardware, presets, trainer
 
 SIZES = presets.Preset(128, 4, 4, seq_len=320, batch_size=4)
 """For minutes on two cores."""
@@ -58,6 +58,7 @@ class Options:
         "the text, byte by byte (default: the Python standard library's sources)", metavar="FILE"
     )
     device: str = option("auto, cpu, cuda or cuda:N (default auto: GPU if any)", "auto")
+    deterministic: bool = option(deterministic.HELP)
     output_dir: Path = option(
         "becomes the model (default: results/text_generation/tiny_llama here)", FOLDER
     )
@@ -103,6 +104,7 @@ def _request(options: Options) -> request.Request:
     }
     # A captured step would keep the learning rate that it was captured with.
     words = ["--no-cuda-graph", *(f"--{k.replace('_', '-')}={v}" for k, v in values.items())]
+    words += [deterministic.FLAG] if options.deterministic else []
     parser = request.build_parser(version, module)
     return request.check_arguments(version, module, parser.parse_args(words))
 

@@ -17,7 +17,7 @@ unset CDPATH
 STUDIES=(large ladder profiles cifar10 pipeline text_generation inference_networks inference_ladder
   inference_compare inference_peers waterfall_v4 waterfall_v3 sweep_seq_len once inference_training
   sweep_hidden_dim sweep_batch_size float8 kernels inference_ops inference_profiles harness ceilings
-  scale_out)
+  determinism scale_out)
 VERSIONS=(v1 v2 v3 v4)
 PEERS=(hf hf-graph hf-liger)
 PYTHON=${PYTHON:-python}
@@ -176,6 +176,10 @@ measure() {
     kernels)
       try "$PYTHON" -m workshop.kernels.benchmark --output-dir "$FOLDER/kernels"
       try "$PYTHON" -m workshop.kernels.benchmark --output-dir "$FOLDER/kernels_drawn" --drawn 20
+      ;;
+    determinism)
+      try "$PYTHON" -m workshop.determinism --config medium --precision bf16 --jobs 4 \
+        --output-dir "$FOLDER"
       ;;
     ceilings) try "$PYTHON" analysis_tools/roofline_analysis.py --measure --results "$FOLDER" ;;
     harness)

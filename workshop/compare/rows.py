@@ -23,6 +23,10 @@ STARTUP = {"compile", "capture"}
 """The parts of a run's `setup_s` that are the version's own cost before its first fast step."""
 ONE_PROCESS = "1 process"
 """Note of a speed-up without interval: V1 or the version ran in one process only."""
+DETERMINISTIC = "deterministic"
+"""Part of the variant of such runs, which are compared among themselves."""
+PLAIN = ("", DETERMINISTIC)
+"""Variants of the baseline."""
 Peaks = Mapping[tuple[object, ...], tuple[float, str | None]]
 """TFLOP/s and their source, by device, session and precision."""
 K = TypeVar("K")
@@ -145,7 +149,7 @@ class Row:
         `1.80x (1 process)`, or a dash; or why there can be none."""
         if self.status in ("interpreted", "skipped"):
             return NOT_COMPARABLE if self.status == "interpreted" else self.status
-        if self.version == BASELINE and not self.variant and self.speedup is not None:
+        if self.version == BASELINE and self.variant in PLAIN and self.speedup is not None:
             return "baseline"
         return ratio(self.speedup)
 
@@ -200,8 +204,8 @@ def build_rows(runs: Iterable[RunResult], peaks: Peaks | None = None) -> list[Ro
     runs = list(runs)
     peaks = session_peaks(runs) if peaks is None else peaks
     rows: list[Row] = []
-    for group in grouped(runs, lambda run: (*size_of(run), run.precision)).values():
-        plain_v1 = [run for run in group if run.version == BASELINE and not variant(run)]
+    for group in grouped(runs, _compared).values():
+        plain_v1 = [run for run in group if run.version == BASELINE and variant(run) in PLAIN]
         baselines = grouped(plain_v1, lambda run: run.session)
         chosen = [
             _newest(own, baselines)
@@ -216,6 +220,11 @@ def build_rows(runs: Iterable[RunResult], peaks: Peaks | None = None) -> list[Ro
             _fill_peak(row, peaks)
             rows.append(row)
     return sorted(rows, key=_order)
+
+
+def _compared(run: RunResult) -> tuple[object, ...]:
+    """Equal for runs that are set against each other."""
+    return (*size_of(run), run.precision, bool(run.options.get(DETERMINISTIC)))
 
 
 def _newest(runs: list[RunResult], baselines: Mapping[str, object]) -> list[RunResult]:
@@ -282,7 +291,7 @@ def variant(run: RunResult) -> str:
     default_graph = version.cuda_graph and on_gpu and not run.interpreted
     if options.get("cuda_graph", default_graph) != default_graph:
         parts.append("cuda-graph" if options["cuda_graph"] else "no-cuda-graph")
-    return " ".join(parts)
+    return " ".join([*parts, *[DETERMINISTIC] * bool(options.get(DETERMINISTIC))])
 
 
 # --- one row -------------------------------------------------------------------------------------

@@ -219,6 +219,22 @@ def _announce(keys: Iterable[str], asked: Asked, say: Say) -> dict[str, str]:
     return found
 
 
+def environment(device: torch.device, interpreted: bool = False, beside: int = 0) -> dict[str, str]:
+    """The environment of a version's process; `beside` is the number of others that prepare at the
+    same time."""
+    made = dict(os.environ)
+    made.pop(interpreter.VARIABLE, None)  # torch.compile's kernels obey it too
+    if device.type == "cpu":
+        made |= waiting.short_spin()
+    if beside:
+        made = share_of_compilers(beside + 1) | made
+    if interpreted:
+        # Set for a CPU that has a GPU beside it, too. Its products are so small that threads
+        # take longer to meet than to multiply.
+        made |= {interpreter.VARIABLE: "1", "OMP_NUM_THREADS": "1"}
+    return made
+
+
 class _Comparison:
     """A session under way, and what has failed in it."""
 
@@ -310,9 +326,9 @@ class _Comparison:
             self._once_s += time.monotonic() - start_s
         if self.device.type == "cuda":  # its memory is the candidate's
             references.release()
-        environment = self._environment(plan.interpreted, beside)
         hear = functools.partial(self.hear, plan)
-        return VersionProcess(plan, references, made, self.asked, result, environment, hear)
+        where = environment(self.device, plan.interpreted, beside)
+        return VersionProcess(plan, references, made, self.asked, result, where, hear)
 
     def _references_of(self, plan: VersionPlan, result: RunResult) -> References:
         """The references of a plan's size and precision, up to those of its gate."""
@@ -330,26 +346,13 @@ class _Comparison:
                 self._source,
                 warmup=timed_steps(self.asked).warmup,
                 learning_rate=LEARNING_RATE,
-                environment=self._environment(),
+                environment=environment(self.device),
                 v1_is_timed=is_v1(plan, result),
             )
         references = self._references[key]
         if plan.repeat == 0 and not plan.again:
             references.prepare_gate(gate_shape(plan, references))
         return references
-
-    def _environment(self, interpreted: bool = False, beside: int = 0) -> dict[str, str]:
-        environment = dict(os.environ)
-        environment.pop(interpreter.VARIABLE, None)  # torch.compile's kernels obey it too
-        if self.device.type == "cpu":
-            environment |= waiting.short_spin()
-        if beside:
-            environment = share_of_compilers(beside + 1) | environment
-        if interpreted:
-            # Set for a CPU that has a GPU beside it, too. Its products are so small that threads
-            # take longer to meet than to multiply.
-            environment |= {interpreter.VARIABLE: "1", "OMP_NUM_THREADS": "1"}
-        return environment
 
     def _finish(self, one: VersionProcess) -> None:
         """Judges a candidate, and those that have waited for it; saves and tells."""

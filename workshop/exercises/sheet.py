@@ -28,7 +28,7 @@ ORDER = (
     "fusion_analysis flash_attention rocm_tools_intro "
     "triton_basics custom_kernels performance_debugging "
     "ultra_fusion register_optimization production_deployment "
-    "performance_tuning"
+    "performance_tuning same_bits"
 ).split()
 """Within a part each builds on the one before. Those of a lab follow by name."""
 _HEAD = re.compile(

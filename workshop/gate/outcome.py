@@ -269,7 +269,7 @@ def run(
     load_canonical(model, setting.random_weights)
     # Compiled first, as training will need it: the first compilation pays what all others share.
     notify("gradients")
-    loss, gradients = _loss_and_gradients(
+    loss, gradients = loss_and_gradients(
         model, configure_optimizer(model, setting.learning_rate), precision, batches[:1]
     )
     notify("logits")
@@ -295,7 +295,7 @@ def run(
     return Outcome(logits, loss, gradients, curve, moved, updates)
 
 
-def _loss_and_gradients(
+def loss_and_gradients(
     model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, batches: Tensor
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """The loss of one training step, and the gradients that its optimizer gets."""

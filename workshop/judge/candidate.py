@@ -12,10 +12,12 @@ from torch import nn
 
 from workshop import errors
 from workshop.gate import audit, canonical, parity
+from workshop.gate.outcome import loss_and_gradients
 from workshop.judge import wire
 from workshop.judge.pipe import Message, Pipe
 from workshop.request import Request
 from workshop.run import startup, trainer
+from workshop.run.precision import kept_matmul_mode
 from workshop.run.timing import StepClock
 
 
@@ -34,9 +36,27 @@ def serve(request: Request, pipe: Pipe) -> int:
     while (message := pipe.receive()).kind != "end":
         if message.kind == "gate":
             _answer_gate(request, model, pipe, message.values, setup_s)
-        else:
+        elif message.kind == "train":
             _train(request, model, pipe, message, setup_s)
+        else:
+            _show(request, model, pipe, message)
     return errors.DONE
+
+
+def _show(request: Request, model: nn.Module, pipe: Pipe, asked: Message) -> None:
+    """Sends the weights as they are; or, of the initial ones, the gradients of one batch."""
+    if asked.kind == "weights":
+        pipe.send("weights", canonical.canonical_weights(model))
+        return
+    initial = canonical.canonical_state(request.config, asked.values["seed"])
+    canonical.load_canonical(model, initial)
+    request.precision.prepare(model)
+    optimizer = request.module.configure_optimizer(model, asked.values["learning_rate"])
+    batch = asked.tensors["batch"].long()
+    with kept_matmul_mode():
+        request.precision.set_matmul_mode()
+        _, found = loss_and_gradients(model, optimizer, request.precision, batch[None])
+    pipe.send("gradients", {name: g for name, g in found.items() if g is not None})
 
 
 def setting_of(request: Request, seed: int, *shape: int) -> parity.Setting:

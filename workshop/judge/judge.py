@@ -25,7 +25,7 @@ from workshop.judge.plans import LEARNING_RATE, Asked, VersionPlan
 from workshop.judge.process import Candidate, Hear
 from workshop.judge.references import References, Round
 from workshop.results import RunResult
-from workshop.run import flops, interpreter, timing
+from workshop.run import deterministic, flops, interpreter, timing
 
 SHARE, FIXED_MS = 0.05, 10.0
 """By how much a candidate's step times may differ from the judge's clock, which also counts how the
@@ -66,6 +66,7 @@ class VersionProcess(Candidate):
         command += ["--device", asked.device, "--data", asked.data]
         command += ["--seed", str(asked.seed), "--compile", str(result.options["compile"])]
         command.append("--cuda-graph" if result.options["cuda_graph"] else "--no-cuda-graph")
+        command += [deterministic.FLAG] if asked.deterministic else []
         super().__init__(command, environment, hear)
 
     @property

@@ -33,6 +33,9 @@ def begin(
     shown = {"parent_command": _shown(sys.argv, hidden)}
     shown["command"] = _shown(command, hidden) if command else shown["parent_command"]
     record = LabRun(**begun(device, session) | shown | fields)
+    if torch.are_deterministic_algorithms_enabled():
+        record.variant += ", deterministic"
+        record.options["deterministic"] = True
     if sheet := hardware.peaks(device):
         record.peak_tflops = sheet.tflops.get(precision)
         record.peak_source = sheet.source

@@ -10,7 +10,7 @@ from workshop import results, versions
 from workshop.arguments import option, seed_number
 from workshop.request import ON_A_CPU, USUAL, begun, execution
 from workshop.results import RunResult
-from workshop.run import hardware, presets, trainer
+from workshop.run import deterministic, hardware, presets, trainer
 from workshop.run.precision import LADDER
 
 LEARNING_RATE = 3e-4
@@ -49,6 +49,7 @@ class Asked:
     device: str = option("auto, cpu, cuda or cuda:N (default auto: GPU if any)", "auto")
     data: str = option("where batches are drawn from", "text", choices=("text", "synthetic"))
     seed: int = option("of weights and batches", 42, type=seed_number)
+    deterministic: bool = option(deterministic.HELP)
     output_dir: Path = option(
         "the runs go to OUTPUT_DIR/runs/ (default: results/ of this checkout)",
         results.DEFAULT_FOLDER,
@@ -158,6 +159,8 @@ def record(plan: VersionPlan, asked: Asked, session: str, beside: int = 0) -> Ru
     }
     if version.triton:
         options["interpreted"] = plan.interpreted
+    if asked.deterministic:
+        options["deterministic"] = True
     if plan.again:
         options["again"] = True
     return RunResult(

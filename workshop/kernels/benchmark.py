@@ -10,6 +10,7 @@ it from Python: a caller without a graph waits for the longer one.
 Without a GPU the kernels run in Triton's interpreter, on small sizes, and nothing is timed.
 
     python -m workshop.kernels.benchmark --op rms_norm swiglu --quick
+    python -m workshop.kernels.benchmark --op rms_norm --mine my_norm.py:rms_norm
 """
 
 import argparse
@@ -28,11 +29,11 @@ import torch
 
 from workshop import errors, records, results, tables, versions
 from workshop.arguments import count, option, run, seed_number, some_of
-from workshop.errors import NotOnThisMachine
+from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge import lab_record
 from workshop.kernels import rows
 from workshop.kernels.calls import Setting
-from workshop.kernels.cases import OPS, OURS, PLAIN, draw_cases, make_cases
+from workshop.kernels.cases import MINE, OPS, OURS, PLAIN, draw_cases, make_cases
 from workshop.kernels.measure import Judge
 from workshop.kernels.rows import Row
 from workshop.labs import KERNELS
@@ -46,6 +47,11 @@ ROUNDS, QUICK_ROUNDS = 20, 5
 @dataclass
 class Options:
     op: list[str] = some_of(OPS, "NAME")
+    mine: str = option(
+        "your own function beside them: called, and checked, as V3's operator of the one --op is",
+        "",
+        metavar="FILE.py:NAME",
+    )
     quick: bool = option("the first size of each operation, fewer rounds")
     drawn: int | None = option(
         "N sizes drawn by --seed, of the operations in turn, in the place of ours", type=count
@@ -70,13 +76,18 @@ def main(argv: list[str] | None = None) -> int:
         interrupted="interrupted before a size was complete: nothing saved",
         description=(__doc__ or "").split("\n\n    python")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0 done, 1 a kernel of ours is wrong or does not run, 2 wrong usage,\n"
-        "77 Triton or rich is missing, 130 interrupted (what was completed is saved and shown).",
+        epilog="Exit status: 0 done, 1 a kernel of ours, or yours, is wrong or does not run, "
+        "2 wrong usage,\n77 Triton or rich is missing, 130 interrupted (what was completed is "
+        "saved and shown).",
     )
 
 
 def _benchmark(options: Options) -> int:
     errors.require("rich")
+    if options.mine:
+        if len(options.op) > 1:
+            raise WorkshopError("--mine needs the operation that it does: --op NAME")
+        versions.own_file(options.mine)
     if reason := versions.missing(versions.get_version("v3")):
         raise NotOnThisMachine(reason)
     interpreted = interpreter.asked_for() or not torch.cuda.is_available()
@@ -99,7 +110,7 @@ def _benchmark(options: Options) -> int:
     path = records.path_in(options.output_dir, first.session)
     measured: list[Row] = []
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
-    judge = Judge(setting, rounds if timed else 0, first)
+    judge = Judge(setting, rounds if timed else 0, first, options.mine)
     interrupted = False
     try:
         for case in tables.tracked(cases, "operations"):
@@ -117,7 +128,7 @@ def _benchmark(options: Options) -> int:
     if interrupted:
         print("interrupted: the table holds what was completed", file=sys.stderr)
         return errors.INTERRUPTED
-    ours_failed = any(row.failed for row in measured if row.implementation == OURS)
+    ours_failed = any(row.failed for row in measured if row.implementation in (OURS, MINE))
     return errors.ANSWER_IS_NO if ours_failed else errors.DONE
 
 

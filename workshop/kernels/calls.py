@@ -87,6 +87,40 @@ def draw_data(case: Case, setting: Setting, seed: int) -> Data:
     return Data(arguments, tuple(upstream))
 
 
+# How the arguments and upstream gradients of a check lie in memory.
+ROWS_APART, TRANSPOSED, EXPANDED = "rows apart", "transposed", "y.sum()"
+LAYOUTS = (ROWS_APART, TRANSPOSED, EXPANDED)
+_GAP = 8
+
+
+def lay_out(data: Data, layout: str) -> Data:
+    """The same numbers with other strides, among them rows with NaN between them. EXPANDED has
+    other upstream gradients instead, all the same number, with strides of zero."""
+    if layout == EXPANDED:
+        alike = (x.flatten()[:1].view([1] * x.dim()).expand(x.shape) for x in data.upstream)
+        return Data(data.arguments, tuple(alike))
+    place = _apart if layout == ROWS_APART else _transposed
+    arguments, upstream = (
+        tuple(place(x.detach()).requires_grad_(x.requires_grad) for x in tensors)
+        for tensors in (data.arguments, data.upstream)
+    )
+    return Data(arguments, upstream)
+
+
+def _apart(x: Tensor) -> Tensor:
+    if x.dim() < 2 or not x.is_floating_point():
+        return x
+    wide = x.new_full((*x.shape[:-1], x.shape[-1] + _GAP), torch.nan)
+    return wide[..., : x.shape[-1]].copy_(x)
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """Columns in a row's place; of heads, whose numbers are always neighbours, a head's tokens."""
+    if x.dim() < 2:
+        return x
+    return x.contiguous() if x.dim() == 4 else x.mT.contiguous().mT
+
+
 def as_tuple(results: Tensor | Tensors) -> Tensors:
     return (results,) if isinstance(results, Tensor) else tuple(results)
 

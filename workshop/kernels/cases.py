@@ -27,6 +27,8 @@ from workshop import versions
 EPS = 1e-5
 ROPE_THETA = 10000.0
 OURS, PLAIN, COMPILED, LIGER = "Triton (V3)", "plain", "torch.compile", "Liger"
+MINE = "yours"
+"""A participant's own function."""
 FORWARD, BACKWARD, BOTH, HOST = "forward", "backward", "forward + backward", "host"
 GBS, TFLOPS = "GB/s", "TFLOP/s"
 UNITS = {GBS: 1e9, TFLOPS: 1e12}
@@ -109,6 +111,10 @@ class Case:
     def kernel(self, *tensors: Tensor) -> Any:
         """V3's operator."""
         return getattr(kernels(), self.op)(*tensors, *self.constants)
+
+    def own(self, place: str) -> Function:
+        """A participant's function, FILE.py:NAME, which is called as V3's operator is."""
+        return lambda *tensors: versions.load_own(place)[1](*tensors, *self.constants)
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from workshop.kernels.calls import (
     as_tuple,
     draw_data,
     gradients,
+    lay_out,
     names,
     outcome,
     sketches,
@@ -38,6 +39,7 @@ from workshop.kernels.cases import (
     COMPILED,
     FORWARD,
     HOST,
+    MINE,
     OPS,
     OURS,
     PLAIN,
@@ -99,7 +101,7 @@ class Contest:
 
     def __init__(self, asked: dict[str, Any], setting: Setting) -> None:
         self.case, self.setting = OPS[asked["op"]].make(*asked["sizes"]), setting
-        self.functions = functions(self.case, setting.device)
+        self.functions = functions(self.case, setting.device, asked["mine"])
         self._peak_mb: dict[str, float] = {}
         self._found: Outcome = {}
         self._programs: dict[str, Program] = {}
@@ -117,6 +119,18 @@ class Contest:
                 pipe.send("refused", why=_reason(error, texts))
             else:
                 pipe.send("answered", tensors, **values)
+
+    def _prove(self, name: str, seed: int, layout: str) -> Answer:
+        """A check with views; what PyTorch allocates meanwhile holds NaN until it is written to."""
+        data = lay_out(draw_data(self.case, self.setting, seed), layout)
+        before = data.fresh().arguments
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            self._found = outcome(self.case, self.functions[name], data)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        arguments = zip(self.case.arguments, before, data.arguments, strict=True)
+        return {}, {"overwritten": [name for name, old, new in arguments if not old.equal(new)]}
 
     def _check(self, name: str, seed: int) -> Answer:
         function, data = self.functions[name], draw_data(self.case, self.setting, seed)
@@ -142,7 +156,8 @@ class Contest:
         return {}, {}
 
     def _go(self, name: str) -> Answer:
-        return {}, {"ms": self._programs[name].timed_ms()}
+        program = self._programs[name]
+        return {}, {"ms": program.timed_ms(), "outlasted_ms": program.outlasted_ms}
 
     def _release(self) -> Answer:
         """Frees what all implementations have prepared."""
@@ -153,9 +168,9 @@ class Contest:
         return {}, {}
 
 
-def functions(case: Case, device: torch.device) -> dict[str, Function]:
-    """The implementations of a case by name."""
-    named = {OURS: case.kernel, PLAIN: case.plain, **case.others}
+def functions(case: Case, device: torch.device, mine: str) -> dict[str, Function]:
+    """The implementations of a case by name; `mine` is a participant's function, FILE.py:NAME."""
+    named = {OURS: case.kernel, MINE: case.own(mine), PLAIN: case.plain, **case.others}
     missing = "a GPU" if device.type == "cpu" else trainer.missing_for_compile(device)
 
     def skipped(*_: Tensor) -> None:
@@ -217,7 +232,7 @@ class Program:
         self._results: list[Any] = []
         self._begin: Callable[[], object] = self._forward
         self._run: Callable[[], object] = self._calls
-        self.note, self._busy = "", torch.empty(0)
+        self.note, self._busy, self.outlasted_ms = "", torch.empty(0), 0.0
         call_ms = self._eager_ms()
         if phase == HOST:
             return
@@ -290,6 +305,7 @@ class Program:
         for _ in range(runs):
             self._run()
         clock.mark()
+        self.outlasted_ms = clock.outlasted_ms()
         return clock.durations_ms()[0] / runs
 
     def _obstacle(self) -> str:

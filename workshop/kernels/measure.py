@@ -34,8 +34,17 @@ from workshop.gate.outcome import relative_rms
 from workshop.judge.judge import IMPOSSIBLE, SHARE
 from workshop.judge.pipe import Closed, Message
 from workshop.judge.process import Process
-from workshop.kernels.calls import GRADIENT, Data, Setting, draw_data, names, outcome
-from workshop.kernels.cases import COMPILED, GBS, HOST, OURS, PLAIN, Case
+from workshop.kernels.calls import (
+    GRADIENT,
+    LAYOUTS,
+    Data,
+    Setting,
+    draw_data,
+    lay_out,
+    names,
+    outcome,
+)
+from workshop.kernels.cases import COMPILED, GBS, HOST, MINE, OURS, PLAIN, Case, make_cases
 from workshop.kernels.rows import NOTHING_TIMED, Row
 from workshop.labs import LabRun
 from workshop.results import LEAST, MOST, Parity
@@ -52,6 +61,8 @@ TURN_MS = 2.0
 """The part of the judge's time of a turn in which no implementation runs: two messages, the reading
 of more memory than the cache holds, the launch, and the wait for the device: up to 1.2 ms beside an
 H200. A sample can be understated by as much, and a shorter one can take any time."""
+OUTLASTED_MS = 0.2
+"""The longest time for which other streams may be at work after a sample: a wait for nothing."""
 
 
 # --- the check -------------------------------------------------------------------------------
@@ -144,6 +155,8 @@ class Turns:
     judge_ms: list[float] = field(default_factory=list)
     wrong: int = 0
     """How many of these contradict each other."""
+    outlasted_ms: list[float] = field(default_factory=list)
+    """The time of other streams after each turn."""
     seed: int = 0
     """Seed of the arguments in the turn whose call `index` is compared."""
     index: int = 0
@@ -153,9 +166,14 @@ class Turns:
 class Judge:
     """The judge of one case after the other."""
 
-    def __init__(self, setting: Setting, rounds: int, blank: LabRun) -> None:
-        """`rounds`: timed turns of each, 0 if nothing is timed; `blank`: how a row begins."""
-        self.setting, self.rounds, self._blank = setting, rounds, blank
+    def __init__(self, setting: Setting, rounds: int, blank: LabRun, mine: str = "") -> None:
+        """
+        Args:
+            rounds: timed turns of each, 0 if nothing is timed.
+            blank: how a row begins.
+            mine: a participant's function, FILE.py:NAME, which gets a row, too.
+        """
+        self.setting, self.rounds, self._blank, self.mine = setting, rounds, blank, mine
         self._running: Process | None = None
         self._asked = ""
 
@@ -173,7 +191,9 @@ class Judge:
             self._running = None
 
     def measure(self, case: Case) -> list[LabRun]:
-        runs = [self._record(case, name) for name in (OURS, PLAIN, *case.others, COMPILED)]
+        own = (MINE,) if self.mine else ()
+        variants = (OURS, *own, PLAIN, *case.others, COMPILED)
+        runs = [self._record(case, name) for name in variants]
         self._asked = OURS
         try:
             self._measure(case, runs)
@@ -202,7 +222,8 @@ class Judge:
         for run in runs:
             if not run.refused:
                 run.gate, run.phase_ms = Parity(), {}
-                run.status = "failed" if run.variant == OURS and OURS in reasons else "skipped"
+                must_run = run.variant in (OURS, MINE) and run.variant in reasons
+                run.status = "failed" if must_run else "skipped"
                 run.error = reasons.get(run.variant, otherwise)
 
     def _ask(self, kind: str, run: LabRun, /, **values: Any) -> Message:
@@ -215,18 +236,22 @@ class Judge:
         return answer
 
     def _measure(self, case: Case, runs: list[LabRun]) -> None:
-        self._process.ask("case", op=case.op, sizes=case.sizes)
-        self._process.answer("answered")
+        for run in runs:
+            if run.variant == MINE:
+                self._prove(case.op, run)
+        self._begin(case)
         seed = secrets.randbits(62)
         data = draw_data(case, self.setting, seed)
         reference = in_parts(case, data, torch.float64)
         allowed = allowances(case, data, reference, self.setting)
         self._free_cache()
         for run in runs:
+            if run.gate.status == "fail":
+                continue
             try:
                 answer = self._ask("check", run, seed=seed)
             except Refused as refused:
-                run.status = "failed" if run.variant == OURS else "skipped"
+                run.status = "failed" if run.variant in (OURS, MINE) else "skipped"
                 run.error = str(refused)
                 continue
             compare(run.gate, self._sketches(run, None), reference, allowed)
@@ -237,6 +262,32 @@ class Judge:
         right = [run for run in runs if run.gate.status == "pass"]
         for phase in (*case.phases, HOST) if self.rounds else ():
             self._time(case, phase, right, allowed)
+
+    def _begin(self, case: Case) -> None:
+        self._process.ask("case", op=case.op, sizes=case.sizes, mine=self.mine)
+        self._process.answer("answered")
+
+    def _prove(self, op: str, run: LabRun) -> None:
+        """Checks a participant's function as our tests check V3's operators: at odd sizes, with
+        views, with NaN in memory that nothing has been written to; up to the first failure."""
+        for case in make_cases([op], timed=False, quick=False):
+            self._begin(case)
+            for layout in LAYOUTS:
+                where, seed = f"{case.size}, {layout}: ", secrets.randbits(62)
+                try:
+                    answer = self._ask("prove", run, seed=seed, layout=layout)
+                except Refused as refused:
+                    run.gate.status = "fail"
+                    run.gate.failures.append(f"{where}{refused}")
+                    return
+                data = lay_out(draw_data(case, self.setting, seed), layout)
+                reference = in_parts(case, data, torch.float64)
+                allowed = allowances(case, data, reference, self.setting)
+                for name in answer.values.get("overwritten") or ():
+                    run.gate.failures.append(f"{where}{name} was overwritten")
+                compare(run.gate, self._sketches(run, None), reference, allowed, where)
+                if run.gate.failures:
+                    return
 
     def _sketches(self, run: LabRun, index: int | None) -> Sketches:
         """Those of the check (None) or of a timed call."""
@@ -284,6 +335,7 @@ class Judge:
             told, judge = _number(done, "ms"), seconds * 1e3
             turns.told_ms.append(told)
             turns.judge_ms.append(judge)
+            turns.outlasted_ms.append(float(done.values.get("outlasted_ms") or 0.0))
             more = SHARE * judge + TURN_MS + (waited or 0.0) * 1e3
             turns.wrong += not told <= judge <= told + more
         if number == turns.compared:
@@ -298,6 +350,10 @@ class Judge:
             return
         run.judge_ms = (run.judge_ms or 0.0) + timing.median(turns.judge_ms) / turns.calls
         run.audit.failures += wrong_times(turns, phase)
+        outlasted = timing.median(turns.outlasted_ms)
+        if outlasted > OUTLASTED_MS:
+            words = "other streams are at work after its end, for"
+            run.audit.failures.append(f"timed {phase}: {words} {outlasted:.3g} ms")
         data = draw_data(case, self.setting, turns.seed)
         moved = data.fresh()
         moved.fill(data, turns.index)

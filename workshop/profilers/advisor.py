@@ -581,6 +581,28 @@ def _unrecognised(figures: Figures) -> Found | None:
     return "unrecognised", sentence, ns
 
 
+def _occupancy(figures: Figures) -> Found | None:
+    known = [k for k in figures.table.kernels if k.occupancy_ns is not None and k.total_ns]
+    if not known:
+        return None
+    ns = time_of(known)
+    mean = f"{sum(k.occupancy_ns or 0.0 for k in known) / ns:.0%}"
+    name, share = display_name(known[0].name, 60), (known[0].occupancy_ns or 0) / known[0].total_ns
+    longest = f"{name}, the longest of these, {share:.0%}"
+    if figures.table.tool == "ncu":
+        sentence = (
+            f"{mean} of the warps that an SM can hold were active on average, measured over "
+            f"{figures.of_all(ns)}; {longest}."
+        )
+    else:
+        sentence = (
+            f"occupancy is estimated at {mean}, over {figures.of_all(ns)}; {longest}. The profiler "
+            "computes it from grid, block, registers and shared memory, and measures nothing; "
+            "kernels with more than 48 KB of shared memory, such as large products, are left out."
+        )
+    return "occupancy", sentence, 0.0
+
+
 _Rule = Callable[[Figures], Found | None]
 _FAULTS: tuple[_Rule, ...] = (_severed_gradient, _short_backward, _missing_products)
 _RULES: tuple[_Rule, ...] = (
@@ -596,5 +618,6 @@ _RULES: tuple[_Rule, ...] = (
     _communication,
     _waits,
     _unrecognised,
+    _occupancy,
     _no_timeline,
 )

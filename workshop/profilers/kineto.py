@@ -174,6 +174,7 @@ def _table(run: _Run) -> KernelTable:
                 one.ns,
                 start_ns=one.start,
                 bytes=one.bytes,
+                occupancy_ns=None if one.occupancy is None else one.occupancy * one.ns,
                 category=category,
                 device=device,
             )

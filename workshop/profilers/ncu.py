@@ -30,8 +30,6 @@ from workshop.profilers.table import KernelTable, Sums
 _ID, _NAME, _PROCESS, _GPU = "ID", "Kernel Name", "Process ID", "Device"
 _METRIC = ("Metric Name", "Metric Unit", "Metric Value")
 _TIME = "gpu__time_duration.sum"
-_TIME_LABEL = "Duration"
-"""The details page's name for it when it comes from a section, and not from --metrics."""
 _READ = ("dram__bytes_read.sum", "dram__bytes_op_read.sum")
 _WRITTEN = ("dram__bytes_write.sum", "dram__bytes_op_write.sum")
 """The second is what Blackwell calls it."""
@@ -42,6 +40,11 @@ LEVELS = (DRAM, *CACHES)
 _BUSY = {
     part: f"{part.lower()}__throughput.avg.pct_of_peak_sustained_elapsed" for part in ("SM", DRAM)
 }
+_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
+"""ncu's achieved occupancy: the mean of the warps that were active on an SM while it worked."""
+_LABELS = {"Duration": _TIME, "Achieved Occupancy": _WARPS}
+"""Metrics by the details page's names for them when they come from a section, and not from
+--metrics."""
 _DEVICE = "device__attribute_display_name"
 _VECTOR_KINDS = {"f": ("FP32", 1), "d": ("FP64", 1), "h": ("FP16/BF16", 2)}
 """Kinds of operations by the first letter of the instruction, and how many numbers it takes: those
@@ -57,7 +60,7 @@ _TENSOR = re.compile(r"sm__ops_path_tensor_src_(?!int)(\w{1,60})\.sum")
 TENSOR = " tensor"
 """Ends the kinds of operations that the tensor cores do, as in "BF16 tensor"."""
 
-_WANTED = {_TIME, *_READ, *_WRITTEN, *CACHES.values(), *_BUSY.values(), _DEVICE, *_VECTOR}
+_WANTED = {_TIME, *_READ, *_WRITTEN, *CACHES.values(), *_BUSY.values(), _WARPS, _DEVICE, *_VECTOR}
 _TIMES_NS = {
     **dict.fromkeys(("", "ns", "nsec", "nsecond"), 1.0),
     **dict.fromkeys(("us", "usec", "usecond"), 1e3),
@@ -97,6 +100,8 @@ class Counted:
     busy_ns: dict[str, float] = field(default_factory=dict)
     """By part of the chip, "SM" and "DRAM": the time, each launch by the share of the part's peak
     that ncu says it reached."""
+    occupancy_ns: float | None = None
+    """Of one launch, as `Kernel.occupancy_ns`."""
 
     @property
     def flops(self) -> float:
@@ -147,6 +152,7 @@ def read(path: Path) -> KernelTable:
             counted.time_ns,
             bytes=counted.moved.get(DRAM),
             flops=counted.flops if known else None,
+            occupancy_ns=counted.occupancy_ns,
             device=launch.gpu,
             process=launch.process or "",
         )
@@ -218,7 +224,7 @@ def _details(table: CsvTable, problems: Problems) -> Iterator[Launch]:
         launch = None
         for row, (_, name, metric, unit, value, process, gpu) in group:
             launch = launch or Launch(row, name, process, gpu, {})
-            metric = _TIME if metric == _TIME_LABEL else metric
+            metric = _LABELS.get(metric, metric)
             if _is_wanted(metric) and value not in _MISSING:
                 launch.metrics[metric] = value, unit
         assert launch
@@ -257,6 +263,8 @@ def _counted(launch: Launch) -> Counted:
         if metric in launch.metrics:
             percent = launch.metrics[metric][0]
             counted.busy_ns[part] = counted.time_ns * amount(percent, 0.01)
+    if _WARPS in launch.metrics:
+        counted.occupancy_ns = counted.time_ns * amount(launch.metrics[_WARPS][0], 0.01)
     for metric, kind, factor in _operation_counters(tuple(launch.metrics)):
         number = _count(launch, metric) or 0.0
         counted.operations[kind] = counted.operations.get(kind, 0.0) + number * factor

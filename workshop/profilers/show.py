@@ -28,6 +28,12 @@ _COLUMNS: dict[str, _Column] = {
         ",.1f",
         lambda k, table: k.flops / k.total_ns / 1e3 if k.flops and k.total_ns else None,
     ),
+    "occupancy": (
+        ".0%",
+        lambda k, table: (
+            None if k.occupancy_ns is None or not k.total_ns else k.occupancy_ns / k.total_ns
+        ),
+    ),
 }
 _OF_A_STEP = ("calls", "ms")
 """The headings of what is given of each step, where the steps are known."""
@@ -99,6 +105,8 @@ def _rounded(calls: float) -> float:
 
 
 def _headed(heading: str, table: KernelTable) -> str:
+    if heading == "occupancy":
+        return table.occupancy
     return f"{heading} a step" if table.steps and heading in _OF_A_STEP else heading
 
 

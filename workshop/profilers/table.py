@@ -32,6 +32,9 @@ class Kernel:
     """Read from and written to the device's memory by all calls, where there are counters."""
     flops: float | None = None
     """Floating-point operations of all calls, where there are counters."""
+    occupancy_ns: float | None = None
+    """Time of all calls, each by its share of the warps that an SM can hold, from 0 to 1; where
+    the tool measures or estimates it. `KernelTable.occupancy` says which."""
 
     @property
     def mean_ns(self) -> float:
@@ -124,6 +127,11 @@ class KernelTable:
     def launches(self) -> int:
         return sum(kernel.calls for kernel in self.kernels)
 
+    @property
+    def occupancy(self) -> str:
+        """The name of the tool's occupancy."""
+        return "active warps" if self.tool == "ncu" else "est. occupancy"
+
     def share(self, kernel: Kernel) -> float:
         """Share of the time of all kernels, from 0 to 1."""
         return kernel.total_ns / self.total_ns if self.total_ns else 0.0
@@ -149,7 +157,7 @@ class Sums:
     million calls: it keeps two numbers a call, and those only where starts are given. Names become
     printable.
 
-    A kernel has extremes only if every addition to it has, bytes and operations if any has."""
+    A kernel has extremes only if every addition to it has, counters if any has."""
 
     def __init__(self) -> None:
         self._kernels: dict[str, Kernel] = {}
@@ -168,6 +176,7 @@ class Sums:
         max_ns: float | None = None,
         bytes: float | None = None,
         flops: float | None = None,
+        occupancy_ns: float | None = None,
         category: str | None = None,
         device: Device = None,
         process: str = "",
@@ -199,6 +208,8 @@ class Sums:
             kernel.bytes = (kernel.bytes or 0.0) + bytes
         if flops is not None:
             kernel.flops = (kernel.flops or 0.0) + flops
+        if occupancy_ns is not None:
+            kernel.occupancy_ns = (kernel.occupancy_ns or 0.0) + occupancy_ns
         self._ns[process, device] += total_ns
         if start_ns is not None:
             self._intervals[process, device].append((start_ns, start_ns + total_ns))

@@ -42,6 +42,11 @@ _UNSEEN_NS = 10e9
 """The longest that a kernel runs on after the last thing that the host did in the trace."""
 _AMD = re.compile(r"AMD|Radeon|Instinct|gfx\d", re.IGNORECASE)
 
+_OCCUPANCY = "est. achieved occupancy %"
+_MOST_ESTIMATED = 48 * 1024
+"""Bytes of shared memory: Kineto takes this default limit for the chip's, so that kernels with more
+have an estimate of 0."""
+
 Track = tuple[int | str, int | str]
 """A thread of the host (its process and number), or a stream of a GPU (device and stream)."""
 
@@ -61,6 +66,9 @@ class Event(NamedTuple):
     """Number of the GPU; 0 for the host's."""
     bytes: float | None
     """Traffic of a copy or memset, where the trace has it."""
+    occupancy: float | None = None
+    """Kineto's estimate for a kernel, from 0 to 1: by its grid, block, registers and shared memory.
+    NVIDIA's traces have it."""
 
     @property
     def ns(self) -> float:
@@ -249,12 +257,17 @@ class _Reader:
         if "correlation" in arguments:
             with suppress(Invalid):
                 correlation = count(arguments["correlation"])
-        device = 0
+        device, occupancy = 0, None
         if kind in ON_GPU:
             number = arguments.get("device", entry.get("pid"))
             device = number if isinstance(number, int) else 0
             moved = None if kind == "kernel" else _traffic(name, kind, arguments.get("bytes"))
-        return Event(start, end, name, kind, _track(entry), correlation, device, moved)
+        if _OCCUPANCY in arguments:
+            with suppress(Invalid):
+                if amount(arguments.get("shared memory")) <= _MOST_ESTIMATED:
+                    occupancy = amount(arguments[_OCCUPANCY], 0.01)
+        track = _track(entry)
+        return Event(start, end, name, kind, track, correlation, device, moved, occupancy)
 
     def _times(self, entry: dict) -> tuple[float, float]:
         try:

@@ -151,6 +151,9 @@ _GENERAL: dict[str, str | Callable[[Figures], str]] = {
     "synchronisations": "Leave out of the loop what reads a result on the host: .item(), .cpu(), "
     "printing a tensor, copies without non_blocking=True. Runner (workshop/run/trainer.py) looks "
     "at the losses after the run.",
+    "occupancy": "A low one is a fault only of a kernel that is far from both the memory's and the "
+    "products' rate: run_ncu.sh has all three. Products reach theirs with few warps, since each "
+    "holds much in registers.",
     "unrecognised": "workshop/profilers/categories.py assigns categories by name: add what is "
     "missing.",
 }

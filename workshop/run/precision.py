@@ -76,10 +76,11 @@ LADDER = PRECISIONS | FLOAT8
 
 def set_arithmetic(name: str) -> None:
     """For the whole process: fp32 is real fp32 unless it is tf32, in convolutions too, for which
-    PyTorch takes tf32 by default; and convolutions try their algorithms once for each shape."""
+    PyTorch takes tf32 by default; and convolutions try their algorithms once for each shape, unless
+    the process is to be deterministic."""
     PRECISIONS[name].set_matmul_mode()
     torch.backends.cudnn.allow_tf32 = name == "tf32"
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
 
 
 @contextmanager

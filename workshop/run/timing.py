@@ -56,6 +56,17 @@ class StepClock:
         assert not isinstance(end, float)
         return float(start.elapsed_time(end))
 
+    def outlasted_ms(self) -> float:
+        """Waits for the last mark, then for all other streams, and gives the milliseconds of the
+        second wait."""
+        mark = self._marks[-1]
+        if isinstance(mark, float):
+            return 0.0
+        mark.synchronize()
+        start = time.perf_counter()
+        self._synchronize()
+        return (time.perf_counter() - start) * 1e3
+
     def durations_ms(self) -> list[float]:
         """The times between neighbouring marks, in milliseconds."""
         if self._marks and self._on_gpu:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from workshop import records, tables
+from workshop import determinism, records, tables
 from workshop.collection import Collection
 from workshop.compare import waterfall as falls
 from workshop.compare.rows import Row, build_row, build_rows, ordinary, ratio, size_name, size_of
@@ -21,7 +21,7 @@ from workshop.kernels import rows as kernel_rows
 from workshop.labs import LabRun
 from workshop.profilers import advisor, show
 from workshop.profilers.load import load, recorded_run
-from workshop.results import RunResult
+from workshop.results import RunResult, read_json
 from workshop.run import chips, float8_cost, flops, precision, presets
 from workshop.show import ladders, page
 from workshop.tables import SAME, fill_last_column, markdown_rows, number
@@ -88,6 +88,18 @@ class Recorded:
     @property
     def lab_runs(self) -> list[LabRun]:
         return [one.run for one in self.collection.lab_runs]
+
+
+# --- docs/trust.md -------------------------------------------------------------------------------
+
+
+def same_seed(recorded: Recorded) -> str:
+    """The tables of `python -m workshop.determinism`, and what each says below it."""
+    found = sorted(recorded.folder.glob(f"*/{determinism.FILE}"))
+    if not found:
+        return "It has not been measured on a GPU yet."
+    shown = (determinism.shown(read_json(path)) for path in found)
+    return tables.markdown(itertools.chain(*shown))
 
 
 # --- README.md: the ladder -----------------------------------------------------------------------

@@ -1,19 +1,29 @@
 """Operations: findings against the participant's own runs, counts from the network's shapes, and
 the guide's own figures with the batch put right."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from labs.inference_benchmark import own_runs
-from labs.inference_benchmark.counts import Layer
+from labs.inference_benchmark.counts import WHOLE, Layer
 from labs.inference_benchmark.own_runs import true_counts
 from workshop.errors import WorkshopError
 from workshop.exercises.frame import Item, Missing, Work
-from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask, disturbed
+from workshop.exercises.predict import (
+    Chosen,
+    Found,
+    Predicted,
+    Question,
+    Written,
+    ask,
+    disturbed,
+)
 from workshop.labs import LabRun
 from workshop.run import timing
 
 PROFILE = "--batch-size {} --iterations 10 --flops-prof-step 5"
+HALF = "{} --precision bf16"
 CONV, LINEAR = "layer1.0.conv1", "fc"
 FP32_BYTES = 4
 
@@ -28,20 +38,46 @@ RIDGE = GUIDE_PEAK_TFLOPS / GUIDE_TBS
 
 @dataclass(frozen=True)
 class Measured:
-    """The newest run with --flops-prof-step, and the newest one of another batch size."""
+    """The newest run with --flops-prof-step, the newest one of another batch size, and that of the
+    larger batch at half precision."""
 
     large: LabRun
     small: LabRun
+    half: LabRun
 
     @property
     def rate_gflops(self) -> float:
-        """Rate of the timed iterations."""
-        return gflop(self.large) / timing.median(self.large.step_ms) * 1e3
+        return rate_gflops(self.large)
 
     @property
     def share_percent(self) -> float:
-        """Share of a large matrix product's rate."""
-        return self.rate_gflops / (self.large.ceiling_tflops or float("nan")) / 10
+        return share_percent(self.large)
+
+    @property
+    def gain(self) -> float:
+        return rate_gflops(self.half) / self.rate_gflops
+
+    @property
+    def outer_ms(self) -> dict[str, float]:
+        """Times of the layers in the table that are part of no other, at half precision."""
+        times = self.half.phase_ms
+        return {name: ms for name, (ms,) in times.items() if "." not in name and name != WHOLE}
+
+    @property
+    def slowest(self) -> str:
+        return max(self.outer_ms, key=self.outer_ms.__getitem__)
+
+    @property
+    def slowest_percent(self) -> float:
+        return 100 * self.outer_ms[self.slowest] / self.half.phase_ms[WHOLE][0]
+
+    @property
+    def most_operations(self) -> str:
+        """The layer with the most of them."""
+        sums: Counter[str] = Counter()
+        for one in true_counts(self.half).layers:
+            sums[one.name.partition(".")[0]] += int(one.flops)
+        return sums.most_common(1)[0][0]
 
     @property
     def growth(self) -> float:
@@ -70,6 +106,16 @@ def gflop(run: LabRun) -> float:
     return true_counts(run).flops * run.units_per_step / 1e9
 
 
+def rate_gflops(run: LabRun) -> float:
+    """Rate of the timed iterations."""
+    return gflop(run) / timing.median(run.step_ms) * 1e3
+
+
+def share_percent(run: LabRun) -> float:
+    """Share of a large matrix product's rate at the run's precision."""
+    return rate_gflops(run) / (run.ceiling_tflops or float("nan")) / 10
+
+
 def measured(work: Work) -> Measured:
     """Raises Missing: a run is not there."""
     profiled = own_runs.with_flag("--flops-prof-step")
@@ -85,7 +131,16 @@ def measured(work: Work) -> Measured:
         flags = PROFILE.format(4 * first.units_per_step)
         raise Missing("one more, with another batch size:", f"{own_runs.PROGRAM} {flags}")
     small, large = sorted((first, others[0]), key=lambda run: run.units_per_step)
-    return Measured(large, small)
+    halves = [
+        run
+        for run in own_runs.plain_runs(work, network=large.options["network"])
+        if run.options["precision"] in ("fp16", "bf16")
+        and run.units_per_step == large.units_per_step
+        and run.phase_ms
+    ]
+    flags = PROFILE.format(large.units_per_step)
+    half = own_runs.newest(halves, "of the larger batch in fp16 or bf16", HALF.format(flags))
+    return Measured(large, small, half)
 
 
 def check(work: Work) -> Iterator[Item]:
@@ -94,7 +149,7 @@ def check(work: Work) -> Iterator[Item]:
 
 def _quiet(work: Work) -> Iterator[Item]:
     m = measured(work)
-    return disturbed((m.large, m.small))
+    return disturbed((m.large, m.small, m.half))
 
 
 QUESTIONS: tuple[Question[Measured], ...] = (
@@ -129,6 +184,27 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     Found("found.share_of_one_image_percent", "the same, as the guide has it", "%",
           lambda m: m.share_percent / m.large.units_per_step,
           "With the operations of one image, and the time of the whole batch.", within=0.05),
+    Found("half.gflops", "what half precision reached", "GFLOP/s",
+          lambda m: rate_gflops(m.half),
+          "`fwd FLOPS of the timed iterations` of the run in fp16 or bf16."),
+    Found("half.gain", "half precision over fp32", "x", lambda m: m.gain,
+          "The two rates, one over the other.",
+          slips=lambda m: [(1 / m.gain, "that is fp32's over half precision's")]),
+    Found("half.ceiling_percent", "half precision's share of a large product's rate", "%",
+          lambda m: share_percent(m.half),
+          "The line `Share of a large product's`; the product is in half precision too.",
+          slips=lambda m: [(100 * rate_gflops(m.half) / 1e3 / (m.large.ceiling_tflops or 1),
+                            "that is a share of fp32's product")]),
+    Written("half.bottleneck", "the bottleneck",
+            lambda m, text: "" if text == m.slowest else
+            f"{text} is not it: look for the longest forward time at the left margin"),
+    Found("half.bottleneck_percent", "its share of the time", "%", lambda m: m.slowest_percent,
+          "The share behind its milliseconds; the one before these is that of the operations.",
+          margin=0.1),
+    Chosen("half.most_operations", "whether it has the most operations too", ("yes", "no"),
+           lambda m: "yes" if m.slowest == m.most_operations else "no",
+           lambda m: f"{m.most_operations} has the largest share of the MACs",
+           lambda m: f"{m.most_operations} has the most"),
     Found("guide.tflops", "what the guide's GPU reached", "TFLOP/s", lambda _: GUIDE_TFLOPS,
           "GFLOP over ms are TFLOP/s; 10.52 ms is the time of the batch: whose are 8.20 GFLOP?",
           slips=lambda _: [(GUIDE_TFLOPS / GUIDE_BATCH, "32 images ran in that time, not one")]),

@@ -1,10 +1,10 @@
-"""Several GPUs: predictions and findings against the participant's own three runs of torchrun."""
+"""Several GPUs: predictions and findings against the participant's own runs of torchrun."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from labs.group import Group
-from labs.inference_benchmark.own_runs import images_per_s
+from labs.inference_benchmark.own_runs import images_per_s, text_option
 from workshop.exercises.frame import Item, Missing, Work
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask, disturbed
 from workshop.labs import LabRun
@@ -20,8 +20,13 @@ class Measured:
     with one that leaves a remainder, and of training."""
 
     even: LabRun
+    """With training's network and batch."""
     uneven: LabRun
     training: LabRun
+    batches: Sequence[LabRun]
+    """As `even` with three batches or more, the smallest first."""
+    networks: Sequence[LabRun]
+    """As `even` with three networks or more, the one with the fewest operations first."""
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -41,6 +46,11 @@ def check(work: Work) -> Iterator[Item]:
 def percent(run: LabRun) -> float:
     """Efficiency."""
     return 100 * float(run.metrics["scaling_efficiency"] or 0)
+
+
+def points(runs: Sequence[LabRun]) -> float:
+    """The last one's efficiency over the first one's, in percentage points."""
+    return percent(runs[-1]) - percent(runs[0])
 
 
 QUESTIONS: tuple[Question[Measured], ...] = (
@@ -88,6 +98,14 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     Chosen("found.with_batch", "the exchange with a larger batch", ("grow", "shrink", "stay"),
            lambda m: "stay", "the number of gradients depends on the network, not on the batch",
            lambda m: "stays, so that a larger batch has more work for each exchange"),
+    Found("tables.batch_points", "efficiency, the largest batch's less the smallest's", "points",
+          lambda m: points(m.batches),
+          "The percentage of the table's last batch less that of its first.", margin=0.6),
+    Found("tables.network_points", "efficiency, the largest network's less the smallest's",
+          "points", lambda m: points(m.networks),
+          "The percentage of the table's last network less that of its first.", margin=0.6),
+    Chosen("tables.by_exchange", "whether an exchange explains it", ("yes", "no"), lambda m: "no",
+           "in inference the processes send each other nothing while the clock runs"),
 )  # fmt: skip
 
 
@@ -98,28 +116,53 @@ def _runs(work: Work) -> Iterator[Item]:
         f"{percent(m.uneven):.0f}% of at most {m.most:.0f}%, in training {percent(m.training):.0f}%"
     )
     yield Item(True, f"your runs: {m.even.options['network']}, {m.even.device['name']}", note)
-    yield from disturbed((m.even, m.uneven, m.training))
+    for name, runs in (("batches", m.batches), ("networks", m.networks)):
+        lines = (
+            f"{run.options['network']}, {run.units_per_step // run.processes} a process: one alone "
+            f"{float(run.metrics['one_process_per_s'] or 0):,.1f}, {run.processes} processes "
+            f"{images_per_s(run):,.1f} images/s, efficiency {percent(run):.1f}%"
+            for run in runs
+        )
+        yield Item(True, f"your table of {name}", "\n".join(lines))
+    yield from disturbed((m.even, m.uneven, m.training, *m.batches, *m.networks))
 
 
 # --- the participant's runs ----------------------------------------------------------------------
 
 
 def measured(work: Work) -> Measured:
-    """Raises Missing: one of the three runs is not there."""
+    """Raises Missing: one of the runs is not there."""
     groups = [run for run in work.lab_runs("inference_benchmark") if run.processes > 1]
     inference = [run for run in groups if run.options["mode"] == "inference"]
-    even = next((run for run in inference if not _remainder(run)), None)
-    if even is None:
+    evens = [run for run in inference if not _remainder(run)]
+    if not evens:
         raise Missing("no inference of several processes yet:", f"{GROUP} {NETWORK} --batch-size 8")
     uneven = next((run for run in inference if _remainder(run)), None)
     if uneven is None:
         raise Missing("no batch with a remainder yet:", f"{GROUP} {NETWORK} --batch-size 5")
-    network = even.options["network"]
-    training = next((run for run in groups if run.options["mode"] == "training"), None)
-    if training is None or training.options["network"] != network:
-        flags = f"--network {network} --iterations 10 --batch-size {even.units_per_step}"
-        raise Missing("no training of the same network yet:", f"{GROUP} {flags} --mode training")
-    return Measured(even, uneven, training)
+    trained = {_work(run): run for run in groups[::-1] if run.options["mode"] == "training"}
+    even = next((run for run in evens if _work(run) in trained), None)
+    if even is None:
+        network, batch = _work(evens[-1])
+        flags = f"--network {network} --iterations 10 --batch-size {batch}"
+        raise Missing("no training of the same batch yet:", f"{GROUP} {flags} --mode training")
+    network, batch = _work(even)
+    newest = {_work(run): run for run in evens[::-1] if run.variant == even.variant}
+    batches = [run for (name, _), run in newest.items() if name == network]
+    networks = [run for (_, size), run in newest.items() if size == batch]
+    for found, flags in (
+        (batches, f"--network {network} --iterations 10 --batch-size {2 * batch}"),
+        (networks, f"--network resnet50 --iterations 10 --batch-size {batch}"),
+    ):
+        if len(found) < 3:
+            raise Missing("three batches and three networks are needed:", f"{GROUP} {flags}")
+    batches.sort(key=lambda run: run.units_per_step)
+    networks.sort(key=lambda run: run.flops_per_step or 0.0)
+    return Measured(even, uneven, trained[_work(even)], batches, networks)
+
+
+def _work(run: LabRun) -> tuple[str, int]:
+    return text_option(run, "network"), run.units_per_step
 
 
 def _remainder(run: LabRun) -> int:

@@ -1,5 +1,6 @@
 """Compilation: predictions and findings against the participant's own comparisons of its modes."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,13 @@ class Measured:
     single: LabRun
     full: Comparison
     half: Comparison
+    networks: Sequence[Comparison]
+    """One of several networks, the one with the fewest operations first."""
+
+    @property
+    def deeper_gains_more(self) -> bool:
+        first, last = (one.difference for one in (self.networks[0], self.networks[-1]))
+        return bool(first.interval and last.interval and last.interval[0] > first.interval[1])
 
     @property
     def compile_s(self) -> float:
@@ -110,6 +118,13 @@ def _interval(difference: timing.Ratio) -> str:
     return f"{low:.2f} to {high:.2f} times as fast{few}"
 
 
+def _intervals(m: Measured) -> str:
+    return "; ".join(
+        f"{own_runs.text_option(one.rows[0].first, 'network')}: {_interval(one.difference)}"
+        for one in (m.networks[0], m.networks[-1])
+    )
+
+
 QUESTIONS: tuple[Question[Measured], ...] = (
     Predicted("predict.speedup", "predicted: the speed-up of compiling", "x",
               lambda m: m.full.difference.value,
@@ -154,6 +169,12 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     Chosen("found.short_script", f"{SCRIPT_BATCHES} batches", ("yes", "no"),
            lambda m: "yes" if 0 < m.batches < SCRIPT_BATCHES else "no",
            lambda m: f"compare {SCRIPT_BATCHES} batches with the number until it is paid back"),
+    Found("networks.speedup_deepest", "the speed-up of the deepest network", "x",
+          lambda m: m.networks[-1].difference.value,
+          "The last network's column `speed-up`; where it has no number, images/s over images/s.",
+          within=0.05),
+    Chosen("networks.deeper_gains_more", "whether deeper networks gain more", ("yes", "no"),
+           lambda m: "yes" if m.deeper_gains_more else "no", _intervals, _intervals),
 )  # fmt: skip
 
 
@@ -187,7 +208,23 @@ def measured(work: Work) -> Measured:
     full = _comparison(runs, ("fp32",))
     like = full.rows[0].first
     same = [run for run in runs if _what(run) == _what(like)]
-    return Measured(single, full, _comparison(same, ("fp16", "bf16"), *_what(like)))
+    half = _comparison(same, ("fp16", "bf16"), *_what(like))
+    return Measured(single, full, half, _networks(runs))
+
+
+def _networks(runs: Sequence[LabRun]) -> list[Comparison]:
+    """Those of the newest session that has several networks. Raises Missing without one."""
+    for rows in own_runs.comparisons(runs, "compile"):
+        by_network: dict[str, list[LabRow]] = defaultdict(list)
+        for row in rows:
+            by_network[own_runs.text_option(row.first, "network")].append(row)
+        if len(by_network) > 1:
+            found = map(Comparison, by_network.values())
+            return sorted(found, key=lambda one: one.rows[0].first.flops_per_step or 0.0)
+    program = PROGRAM + " --network resnet18,resnet34 --batch-size 4 --iterations 5"
+    raise Missing(
+        "no comparison of several networks yet:", f"{program} --compare compile --compile"
+    )
 
 
 def _what(run: LabRun) -> tuple[str, int]:
@@ -202,7 +239,8 @@ def _comparison(
 ) -> Comparison:
     """The newest one; network and batch are for the command that makes it."""
     for rows in own_runs.comparisons(runs, "compile"):
-        if rows[0].first.options["precision"] in precisions:
+        one_network = len({row.first.subject for row in rows}) == 1
+        if one_network and rows[0].first.options["precision"] in precisions:
             return Comparison(rows)
     flags = f"--network {network} --batch-size {batch_size} --iterations 10"
     raise Missing(
