@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from stored_runs import call_run
 from torch import Tensor
 
@@ -266,6 +267,46 @@ def test_a_process_that_ends_is_the_fault_of_who_was_asked(monkeypatch) -> None:
     found = [Row((run,)) for run in judge.measure(small_case("swiglu"))]
     assert [row.verdict for row in found] == ["FAIL", *["skipped"] * (len(found) - 1)]
     assert all("crashed with SIGABRT" in row.note for row in found)
+
+
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, None]:
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+def rmsnorm(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+) -> Any:
+    total = x if residual is None else x + residual
+    y = F.rms_norm(total, weight.shape, weight, eps)
+    return (y, total) if prenorm else y
+
+
+def chunked_linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight), target)
+
+
+def test_peers_are_called_as_their_signatures_are(v3, monkeypatch) -> None:
+    """The functions above have the names and arguments of the packages' own."""
+    for module, function in (
+        ("flash_attn.cute.interface", flash_attn_func),
+        ("quack.rmsnorm", rmsnorm),
+        ("quack.linear_cross_entropy", chunked_linear_cross_entropy),
+    ):
+        stand_in = ModuleType(module)
+        setattr(stand_in, function.__name__, function)
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for op in cases.OPS:
+        found = judged(small_case(op))
+        peers = [row for name, row in found.items() if "CuTe" in name or "FlashAttention" in name]
+        expected = op.endswith("norm") or "attention" in op or "cross_entropy" in op
+        assert [row.verdict for row in peers] == ["pass"] * expected, [row.note for row in peers]
 
 
 def by_address(plain: Any) -> Any:

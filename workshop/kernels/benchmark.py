@@ -1,7 +1,8 @@
 """Times V3's kernels and other implementations, forward and backward; correct ones only.
 
 The others are each operation's plain version, PyTorch's own operation, torch.compile of the
-plain version, and Liger-Kernel where it is installed. First all results and gradients are compared
+plain version, and where they are installed Liger-Kernel, FlashAttention and quack, the last two in
+CuTe. First all results and gradients are compared
 with the plain version in fp64, and later those of a timed call; one that is wrong gets a red row
 and no times. Rates are shown with what a large copy or product reaches on the same device in the
 same run. A column has the device's time for a forward and backward pass, and the host's to launch
@@ -14,8 +15,8 @@ Without a GPU the kernels run in Triton's interpreter, on small sizes, and nothi
 """
 
 import argparse
+import contextlib
 import importlib.metadata
-import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge import lab_record
 from workshop.kernels import rows
 from workshop.kernels.calls import Setting
-from workshop.kernels.cases import MINE, OPS, OURS, PLAIN, draw_cases, make_cases
+from workshop.kernels.cases import MINE, OPS, OURS, PACKAGES, PLAIN, draw_cases, make_cases
 from workshop.kernels.measure import Judge
 from workshop.kernels.rows import Row
 from workshop.labs import KERNELS
@@ -105,8 +106,9 @@ def _benchmark(options: Options) -> int:
     timed = not interpreted
     first = lab_record.of_calls(device, precision, KERNELS, timed=timed, seed=options.seed)
     first.baseline = PLAIN
-    if importlib.util.find_spec("liger_kernel") is not None:
-        first.software["liger_kernel"] = importlib.metadata.version("liger-kernel")
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            first.software[package] = importlib.metadata.version(package)
     path = records.path_in(options.output_dir, first.session)
     measured: list[Row] = []
     rounds = QUICK_ROUNDS if options.quick else ROUNDS

@@ -10,6 +10,7 @@ V3's kernels are imported when one is called, which the judge never does.
 
 import functools
 import importlib
+import operator
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from workshop import versions
 EPS = 1e-5
 ROPE_THETA = 10000.0
 OURS, PLAIN, COMPILED, LIGER = "Triton (V3)", "plain", "torch.compile", "Liger"
+FLASH, QUACK = "FlashAttention (CuTe)", "quack (CuTe)"
 MINE = "yours"
 """A participant's own function."""
 FORWARD, BACKWARD, BOTH, HOST = "forward", "backward", "forward + backward", "host"
@@ -124,22 +126,48 @@ def kernels() -> ModuleType:
     return sys.modules["triton_kernels"]
 
 
-def liger(name: str, *constants: Any) -> Function:
-    """One of Liger-Kernel's autograd functions (signatures as of 0.8.5). A call raises Skipped
-    where it is not installed, or there is no GPU for it."""
+PACKAGES = ("liger-kernel", "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl")
+"""Those of the peers, whose versions a record has."""
 
-    def call(*tensors: Tensor) -> Any:
+
+def peer(module: str, name: str) -> Function:
+    """A function of a package, or a method of its class (CLASS.NAME). A call raises Skipped where
+    it is not installed, or there is no GPU for it."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
         if not torch.cuda.is_available():
             raise Skipped("needs a GPU")
         try:
-            ops = importlib.import_module("liger_kernel.ops")
+            imported = importlib.import_module(module)
         except ImportError as error:
             raise Skipped(f"not installed ({error})") from None
-        if not hasattr(ops, name):
-            raise Skipped(f"the installed version has no {name}")
-        return getattr(ops, name).apply(*tensors, *constants)
+        try:
+            function = operator.attrgetter(name)(imported)
+        except AttributeError:
+            raise Skipped(f"the installed version has no {name}") from None
+        return function(*arguments, **named)
 
     return call
+
+
+def liger(name: str, *constants: Any) -> Function:
+    """One of Liger-Kernel's autograd functions (signatures as of 0.8.5)."""
+    call = peer("liger_kernel.ops", f"{name}.apply")
+    return lambda *tensors: call(*tensors, *constants)
+
+
+# Signatures as of quack-kernels 0.6.1 and flash-attn-4 4.0.0b36. From quack 0.6.2 on the import of
+# linear_cross_entropy fails with nvidia-cutlass-dsl 4.7 and 4.8.
+quack_norm = peer("quack.rmsnorm", "rmsnorm")
+quack_cross_entropy = peer("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
+flash_attn = peer("flash_attn.cute.interface", "flash_attn_func")
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlashAttention's newest, in CuTe, whose tensors are (B, T, heads, D)."""
+    heads_inside = (x.transpose(1, 2) for x in (q, k, v))
+    out: Tensor = flash_attn(*heads_inside, causal=True)[0]
+    return out.transpose(1, 2)
 
 
 # --- element-wise and by rows --------------------------------------------------------------------
@@ -184,6 +212,7 @@ def rms_norm(rows: int, width: int) -> Case:
     others: dict[str, Function] = {
         "F.rms_norm": lambda x, weight: F.rms_norm(x, (width,), weight, EPS),
         LIGER: liger("LigerRMSNormFunction", EPS),
+        QUACK: lambda x, weight: quack_norm(x, weight, eps=EPS),
     }
     return row_case("rms_norm", (rows, width), (2, 3), ("x", "weight"), plain_norm, others)
 
@@ -202,7 +231,13 @@ def add_rms_norm(rows: int, width: int) -> Case:
         stream = stream + branch
         return F.rms_norm(stream, (width,), weight, EPS), stream
 
-    others = {"add, F.rms_norm": pytorch, LIGER: liger("LigerFusedAddRMSNormFunction", EPS)}
+    others: dict[str, Function] = {
+        "add, F.rms_norm": pytorch,
+        LIGER: liger("LigerFusedAddRMSNormFunction", EPS),
+        QUACK: lambda branch, stream, weight: quack_norm(
+            branch, weight, residual=stream, eps=EPS, prenorm=True
+        ),
+    }
     sizes, arguments = ((rows, width), (4, 4)), ("branch", "stream", "weight")
     return row_case(
         "add_rms_norm", *sizes, arguments, plain, others, results=("normed", "new stream")
@@ -317,7 +352,7 @@ def flash_attention(B: int, T: int, H: int, K: int, D: int) -> Case:
     arguments = {
         name: Drawn(HEADS, (B, heads, T, D)) for name, heads in (("q", H), ("k", K), ("v", K))
     }
-    others = {name: sdpa(backend) for name, backend in SDPA.items()}
+    others = {name: sdpa(backend) for name, backend in SDPA.items()} | {FLASH: flash}
     return heads_case(
         *("flash_attention", (B, T, H, K, D), arguments, ("out",), plain_attention, others),
         *(TFLOPS, lambda _: {FORWARD: forward, BACKWARD: 2.5 * forward}),
@@ -350,7 +385,10 @@ def qkv_attention(B: int, T: int, H: int, K: int, D: int) -> Case:
         "cos": Drawn(COS, (T, D)),
         "sin": Drawn(SIN, (T, D)),
     }
-    others = {"F.linear, rotation, SDPA": with_product(pytorch_attention)}
+    others = {
+        "F.linear, rotation, SDPA": with_product(pytorch_attention),
+        "F.linear, rotation, FlashAttention": with_product(flash),
+    }
     plain, forward = with_product(plain_attention), product + attention
     return heads_case(
         *("qkv_attention", (B, T, H, K, D), arguments, ("out",), plain, others),
@@ -383,6 +421,7 @@ def linear_cross_entropy(N: int, C: int, V: int) -> Case:
     others = {
         "F.linear, F.cross_entropy": pytorch,
         LIGER: lambda *tensors: by_liger(*tensors)[0],
+        QUACK: quack_cross_entropy,
     }
     return Case(
         *("linear_cross_entropy", (N, C, V), f"{N} x {C} x {V}", arguments, ("loss",)),
