@@ -4,6 +4,7 @@ of peers, other people's training code, which is measured like a version."""
 import ast
 import importlib.util
 import sys
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,8 +257,9 @@ def load_own(place: str, otherwise: str = "") -> tuple[ModuleType, Any]:
         WorkshopError: there is no such file, or nothing of that name in it.
     """
     path, name = own_file(place, otherwise)
-    # Not under its own name: it may be that of a file of ours.
-    module = load_file(path.resolve(), f"own_{path.stem}")
+    # Not under its own name: it may be that of a file of ours, or of another of theirs.
+    path = path.resolve()
+    module = load_file(path, f"own_{path.stem}_{zlib.crc32(bytes(path)):08x}")
     if not hasattr(module, name):
         raise WorkshopError(f"{path}: there is no {name} in it")
     return module, getattr(module, name)
