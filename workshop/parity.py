@@ -80,7 +80,7 @@ def _check_version(options: Options) -> ParityReport:
         build = module.TinyLlama
         interpreter.check_device(versions.get_version(options.version), device)
     else:
-        module, build = versions.load_own(options.model, "TinyLlama")
+        module, build = versions.load_mine(options.model, "TinyLlama")
     sizes = dataclasses.asdict(v1.TinyLlamaConfig(**presets.get_preset(options.config).model()))
     # V1's values also where its own defaults differ.
     config = getattr(module, "TinyLlamaConfig", v1.TinyLlamaConfig)(**sizes)

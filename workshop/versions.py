@@ -207,7 +207,7 @@ def get_version(key: str) -> Version:
 def baseline_first(keys: Iterable[str]) -> list[str]:
     """Each key once, V1 before all others, which are audited against it. Raises WorkshopError:
     there is no such version here."""
-    wanted = list(dict.fromkeys(keys)) or [BASELINE]  # without a checkout there are none
+    wanted = list(dict.fromkeys(keys)) or [BASELINE]  # none is found without a checkout
     known = [get_version(key).key for key in wanted]
     return sorted(known, key=lambda key: key != BASELINE)
 
@@ -246,7 +246,7 @@ def switches(version: Version) -> list[str]:
     ]
 
 
-def load_own(place: str, otherwise: str = "") -> tuple[ModuleType, Any]:
+def load_mine(place: str, otherwise: str = "") -> tuple[ModuleType, Any]:
     """A participant's file, imported, and what it has under a name.
 
     Args:
@@ -256,17 +256,17 @@ def load_own(place: str, otherwise: str = "") -> tuple[ModuleType, Any]:
     Raises:
         WorkshopError: there is no such file, or nothing of that name in it.
     """
-    path, name = own_file(place, otherwise)
+    path, name = mine_file(place, otherwise)
     # Not under its own name: it may be that of a file of ours, or of another of theirs.
     path = path.resolve()
-    module = load_file(path, f"own_{path.stem}_{zlib.crc32(bytes(path)):08x}")
+    module = load_file(path, f"mine_{path.stem}_{zlib.crc32(bytes(path)):08x}")
     if not hasattr(module, name):
         raise WorkshopError(f"{path}: there is no {name} in it")
     return module, getattr(module, name)
 
 
-def own_file(place: str, otherwise: str = "") -> tuple[Path, str]:
-    """The file and the name of `load_own`, which raises the same; nothing is imported."""
+def mine_file(place: str, otherwise: str = "") -> tuple[Path, str]:
+    """The file and the name of `load_mine`, which raises the same; nothing is imported."""
     file, colon, name = place.rpartition(":")
     path, name = (Path(file), name) if colon else (Path(place), otherwise)
     if not path.is_file():
@@ -290,8 +290,8 @@ def load(key: str) -> ModuleType:
 
 
 def load_file(path: Path, name: str = "") -> ModuleType:
-    """Imports a file, once, as the module of that name, by default its own; it can import those of
-    its own folder."""
+    """Imports a file, once, as the module of that name, by default the file's; it can import the
+    others of its folder."""
     name = name or path.stem
     if name in sys.modules:
         return sys.modules[name]

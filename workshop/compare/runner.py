@@ -173,7 +173,7 @@ class _Pace:
         self._at_once = len(batch)
 
     def add(self, batch: Sequence[VersionPlan], seconds: float, once: float) -> None:
-        """Takes the time of runs, and the part of it that later ones of the same label lack."""
+        """Takes the time of runs, and the part that later ones of the same label do not need."""
         self._done += len(batch)
         self._seconds += seconds
         self._again |= dict.fromkeys((p.label for p in batch), (seconds - once) / len(batch))
@@ -229,7 +229,7 @@ def environment(device: torch.device, interpreted: bool = False, beside: int = 0
     if beside:
         made = share_of_compilers(beside + 1) | made
     if interpreted:
-        # Set for a CPU that has a GPU beside it, too. Its products are so small that threads
+        # Set for the CPU of a machine with a GPU, too. Its products are so small that threads
         # take longer to meet than to multiply.
         made |= {interpreter.VARIABLE: "1", "OMP_NUM_THREADS": "1"}
     return made

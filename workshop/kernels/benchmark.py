@@ -1,12 +1,12 @@
 """Times V3's kernels and other implementations, forward and backward; correct ones only.
 
-The others are each operation's plain version, PyTorch's own operation, torch.compile of the
-plain version, and where they are installed Liger-Kernel, FlashAttention and quack, the last two in
-CuTe. First all results and gradients are compared
-with the plain version in fp64, and later those of a timed call; one that is wrong gets a red row
-and no times. Rates are shown with what a large copy or product reaches on the same device in the
-same run. A column has the device's time for a forward and backward pass, and the host's to launch
-it from Python: a caller without a graph waits for the longer one.
+The others are each operation's plain version, PyTorch's own operation, torch.compile of the plain
+version, and, where they are installed, Liger-Kernel, FlashAttention and quack (the last two in
+CuTe); with --mine also a function of yours. First all results and gradients are compared with the
+plain version in fp64, and later those of a timed call; one that is wrong gets a red row and no
+times. Rates are shown with what a large copy or product reaches on the same device in the same run.
+A column has the device's time for a forward and backward pass, and the host's to launch it from
+Python: a caller without a graph waits for the longer one.
 
 Without a GPU the kernels run in Triton's interpreter, on small sizes, and nothing is timed.
 
@@ -49,7 +49,7 @@ ROUNDS, QUICK_ROUNDS = 20, 5
 class Options:
     op: list[str] = some_of(OPS, "NAME")
     mine: str = option(
-        "your own function beside them: called, and checked, as V3's operator of the one --op is",
+        "a function of yours, called with the arguments of V3's operator of that --op",
         "",
         metavar="FILE.py:NAME",
     )
@@ -88,7 +88,7 @@ def _benchmark(options: Options) -> int:
     if options.mine:
         if len(options.op) > 1:
             raise WorkshopError("--mine needs the operation that it does: --op NAME")
-        versions.own_file(options.mine)
+        versions.mine_file(options.mine)
     if reason := versions.missing(versions.get_version("v3")):
         raise NotOnThisMachine(reason)
     interpreted = interpreter.asked_for() or not torch.cuda.is_available()

@@ -114,9 +114,9 @@ class Case:
         """V3's operator."""
         return getattr(kernels(), self.op)(*tensors, *self.constants)
 
-    def own(self, place: str) -> Function:
+    def mine(self, place: str) -> Function:
         """A participant's function, FILE.py:NAME, which is called as V3's operator is."""
-        return lambda *tensors: versions.load_own(place)[1](*tensors, *self.constants)
+        return lambda *tensors: versions.load_mine(place)[1](*tensors, *self.constants)
 
 
 @functools.cache

@@ -170,7 +170,7 @@ class Contest:
 
 def functions(case: Case, device: torch.device, mine: str) -> dict[str, Function]:
     """The implementations of a case by name; `mine` is a participant's function, FILE.py:NAME."""
-    named = {OURS: case.kernel, MINE: case.own(mine), PLAIN: case.plain, **case.others}
+    named = {OURS: case.kernel, MINE: case.mine(mine), PLAIN: case.plain, **case.others}
     missing = "a GPU" if device.type == "cpu" else trainer.missing_for_compile(device)
 
     def skipped(*_: Tensor) -> None:

@@ -101,7 +101,7 @@ class Counted:
     """By part of the chip, "SM" and "DRAM": the time, each launch by the share of the part's peak
     that ncu says it reached."""
     occupancy_ns: float | None = None
-    """Of one launch, as `Kernel.occupancy_ns`."""
+    """As `Kernel.occupancy_ns`, for one launch."""
 
     @property
     def flops(self) -> float:

@@ -228,7 +228,7 @@ def _runs(work: Work) -> Iterator[Item]:
 
 def measured(work: Work) -> Measured:
     """The newest runs, undisturbed ones if there are enough. Raises Missing: a run is not there."""
-    # A comparison's repeats of the same code skip the gate: they have no verdict of their own.
+    # A comparison's repeats of the same code skip the gate: they have no verdict.
     gated = [one for one in work.stored_runs("v1") if one.run.gate.status != "not run"]
     with contextlib.suppress(Missing):
         return _newest([one for one in gated if not one.run.disturbed])

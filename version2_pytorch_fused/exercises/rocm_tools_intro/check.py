@@ -1,5 +1,5 @@
 """Your GPU's profilers: each answer against the participant's own outputs for V1, of AMD's tools or
-NVIDIA's, or against those recorded on an H200 where there are none."""
+NVIDIA's; where one is missing, against the output recorded on an H200."""
 
 import re
 from collections.abc import Iterator

@@ -15,9 +15,10 @@ skip_if_printed ERR_NVGPUCTRPERM "the GPU's counters are for administrators only
 NVreg_RestrictProfilingToAdminUsers=0, see https://developer.nvidia.com/ERR_NVGPUCTRPERM"
 
 # What a roofline needs, and no more, since few metrics fit into one run of a kernel: time, bytes to
-# and from memory, operations; and occupancy, the mean of active warps. Instructions of the vector units are counted by kind. The tensor cores
-# count operations, by data types (fp8's and fp64's are not used here) and under names that differ
-# between chips: ncu lists this one's, and what it calls its bytes.
+# and from memory, operations; and occupancy, the mean of active warps. Instructions of the vector
+# units are counted by kind. The tensor cores count operations, by data types (fp8's and fp64's are
+# not used here) and under names that differ between chips: ncu lists this one's, and what it calls
+# its bytes.
 known=$(ncu --query-metrics 2>/dev/null | awk '{ print $1 }') || known=""
 bytes=dram__bytes
 if [[ $known == *dram__bytes_op_read* && $known != *dram__bytes_read* ]]; then # Blackwell
