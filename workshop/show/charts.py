@@ -263,7 +263,7 @@ _LEGEND = (
     (GREEN, "saved"),
     (RED, "lost"),
     (GREY, "no significant difference"),
-    (_UNKNOWN, f"{ONE_PROCESS}: no interval"),
+    (_UNKNOWN, f"{ONE_PROCESS}: no interval"),  # the last: left out where all have one
 )
 
 
@@ -276,10 +276,13 @@ def draw_waterfalls(waterfalls: Sequence[Waterfall]) -> Any:
     axes = drawn.subplots(
         len(waterfalls), 2, squeeze=False, width_ratios=(3.2, 1), height_ratios=heights
     )
+    legend = _LEGEND[:-1]
     for (times, memory_axis), waterfall in zip(axes, waterfalls, strict=True):
         _plot_rungs(times, waterfall)
         _plot_rung_memory(memory_axis, waterfall)
         gains = [step.gain for step in waterfall.steps if step.gain]
+        if not all(gain.interval for gain in gains):
+            legend = _LEGEND
         once = gains and not any(gain.interval for gain in gains)
         words = (
             f"{waterfall.title}; {ONE_PROCESS} a rung, so no intervals" if once else waterfall.title
@@ -287,8 +290,8 @@ def draw_waterfalls(waterfalls: Sequence[Waterfall]) -> Any:
         times.set_title(words, **_TITLE)
     # Below all bars, which may be as long as their axis.
     drawn.legend(
-        handles=[Patch(**_look(colour), label=words) for colour, words in _LEGEND],
-        loc="outside lower left", ncols=len(_LEGEND), fontsize=13,
+        handles=[Patch(**_look(colour), label=words) for colour, words in legend],
+        loc="outside lower left", ncols=len(legend), fontsize=13,
     )  # fmt: skip
     return drawn
 
