@@ -276,19 +276,19 @@ def draw_waterfalls(waterfalls: Sequence[Waterfall]) -> Any:
     axes = drawn.subplots(
         len(waterfalls), 2, squeeze=False, width_ratios=(3.2, 1), height_ratios=heights
     )
-    legend = _LEGEND[:-1]
+    all_known = True
     for (times, memory_axis), waterfall in zip(axes, waterfalls, strict=True):
         _plot_rungs(times, waterfall)
         _plot_rung_memory(memory_axis, waterfall)
         gains = [step.gain for step in waterfall.steps if step.gain]
-        if not all(gain.interval for gain in gains):
-            legend = _LEGEND
+        all_known &= all(gain.interval for gain in gains)
         once = gains and not any(gain.interval for gain in gains)
         words = (
             f"{waterfall.title}; {ONE_PROCESS} a rung, so no intervals" if once else waterfall.title
         )
         times.set_title(words, **_TITLE)
     # Below all bars, which may be as long as their axis.
+    legend = _LEGEND[:-1] if all_known else _LEGEND
     drawn.legend(
         handles=[Patch(**_look(colour), label=words) for colour, words in legend],
         loc="outside lower left", ncols=len(legend), fontsize=13,
