@@ -274,3 +274,39 @@ def test_ones_own_benchmark_goes_before_the_reference(inspected) -> None:
     assert "forward, small: of the copy rate: yours, 79%, is 2.11 times too low" in wrong
     written("8192 x 1024", ceiling_gbs=2000.0)
     assert "has no times of rms_norm at 65536 x 2048: run" in red(tuned(inspected))
+
+
+# --- gluon_attention -----------------------------------------------------------------------------
+
+
+def test_the_kernels_that_the_check_compiles_give_the_solutions_answers() -> None:
+    pytest.importorskip("triton", minversion="3.6")
+    unanswered("gluon_attention")
+    items = checked("gluon_attention", **solution("gluon_attention"))
+    assert not red(items) and all(item.counted for item in items)
+
+
+PRODUCT, EXPONENTIAL = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR36], R24", "MUFU.EX2 R17, R25 ;"
+LOOPS = {
+    "beside both products": (["H", "H", "M", "0"], (1, 1)),
+    "beside the later one": (["H", "H", "1", "M", "M", "0"], (2, 2)),
+    "behind the last wait": (["H", "H", "1", "M", "0", "M"], (1, 2)),
+    "between two products": (["H", "0", "M", "H"], (0, 1)),
+}
+
+
+@pytest.mark.parametrize("where", LOOPS)
+def test_exponentials_beside_a_product_are_counted_in_the_loop(where) -> None:
+    loop, found = LOOPS[where]
+    words = {"H": f"{PRODUCT} ;\n{PRODUCT}, gsb0 ;", "M": EXPONENTIAL}
+    body = [words.get(one) or f"WARPGROUP.DEPBAR.LE gsb0, 0x{one} ;" for one in loop]
+    code = [".L_x_0:", EXPONENTIAL, ".L_x_1:", *body, "@P0 BRA `(.L_x_1) ;", EXPONENTIAL]
+    check = loaded("gluon_attention")
+    assert check.hidden("\n".join([*code, "BRA `(.L_x_0) ;"])) == found
+
+
+def test_an_older_triton_leaves_out_what_it_can_not_compile(monkeypatch) -> None:
+    monkeypatch.setattr(loaded("gluon_attention"), "compiled", dict)
+    items = checked("gluon_attention", **solution("gluon_attention"))
+    notes = [item.why for item in items if not item.counted]
+    assert not red(items) and len(notes) == 2 and all("Triton 3.6" in why for why in notes)
