@@ -52,7 +52,7 @@ WRONG: dict[str, list[tuple[str, Any, str]]] = {
         ("gluon_exponentials", 64, "the diagonal's block"),
         ("summed", "dk", "Whose gradient needs all keys?"),
         ("triton_products", 3.5, "in _gather_dq and in _gather_dk_dv"),
-        ("gluon_products", 8, "that is all calls"),
+        ("gluon_products", 8, "all calls, of both branches"),
         ("adders", 32, "64 are the queries of a block"),
         ("last_bits", "bf16", "the same in each run"),
         ("deterministic", "gluon", "must_repeat"),

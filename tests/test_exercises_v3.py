@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from exercise_cases import (
@@ -24,6 +25,7 @@ from exercise_cases import (
 pytest.importorskip("triton")
 
 from workshop import records
+from workshop.errors import NotOnThisMachine
 from workshop.exercises import frame
 from workshop.exercises.frame import Item, Work
 from workshop.kernels import inspect, offline
@@ -305,8 +307,26 @@ def test_exponentials_beside_a_product_are_counted_in_the_loop(where) -> None:
     assert check.hidden("\n".join([*code, "BRA `(.L_x_0) ;"])) == found
 
 
-def test_an_older_triton_leaves_out_what_it_can_not_compile(monkeypatch) -> None:
-    monkeypatch.setattr(loaded("gluon_attention"), "compiled", dict)
+@pytest.mark.parametrize(
+    ("compiling", "says"),
+    [
+        (lambda _: [inspect.Answer([], set(), "3.2")], "Triton 3.6 or newer"),
+        (mock.Mock(side_effect=NotOnThisMachine("ptxas is missing")), "ptxas is missing"),
+    ],
+)
+def test_what_can_not_be_compiled_is_left_out(compiling, says, monkeypatch) -> None:
+    check = loaded("gluon_attention")
+    monkeypatch.setattr(check, "compiled", check.compiled.__wrapped__)
+    monkeypatch.setattr(inspect, "inspect_all", compiling)
     items = checked("gluon_attention", **solution("gluon_attention"))
     notes = [item.why for item in items if not item.counted]
-    assert not red(items) and len(notes) == 2 and all("Triton 3.6" in why for why in notes)
+    assert not red(items) and len(notes) == 2 and all(says in why for why in notes)
+
+
+def test_the_tables_and_a_functions_lines_are_shown(capsys) -> None:
+    count = loaded("gluon_attention", "count")
+    assert count.main([]) == count.main(["--function", "_row_max"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"forward, Gluon +143 +40 ", printed)
+    assert re.search(r"from 2,048 tokens on, 128 +1\.20 +1\.21\n", printed)
+    assert re.search(r"algorithm \|    most = .*\n +placement \|    return gl.conv", printed)
