@@ -44,6 +44,23 @@ WRONG: dict[str, list[tuple[str, Any, str]]] = {
         ("first_other_loss", 1, "`losses` of the second table"),
         ("growth", 47, "the weights' share over the gradients'"),
     ],
+    "gluon_attention": [
+        ("triton_lines", 593, "the column `all`"),
+        ("gluon_lines", 323, "the column `all`"),
+        ("gluon_algorithm", 46, "the row of the forward pass in Gluon"),
+        ("triton_exponentials", 34, "that is all of the loop's"),
+        ("gluon_exponentials", 64, "the diagonal's block"),
+        ("summed", "dk", "Whose gradient needs all keys?"),
+        ("triton_products", 3.5, "in _gather_dq and in _gather_dk_dv"),
+        ("gluon_products", 8, "all calls, of both branches"),
+        ("adders", 32, "64 are the queries of a block"),
+        ("last_bits", "bf16", "the same in each run"),
+        ("deterministic", "gluon", "must_repeat"),
+        ("forward_64", 1.17, "the column of the pass"),
+        ("backward_128", 1.61, "the last two rows"),
+        ("forward", "both", "a median of 1.05 or more"),
+        ("backward", "128", "a median of 1.05 or more"),
+    ],
     "inference_1_baseline": [
         ("weights_mb", 11.7, "Four bytes for each weight"),
         ("batch_mb", 7.225, "three batches, and one was asked for"),
@@ -202,11 +219,15 @@ WRONG: dict[str, list[tuple[str, Any, str]]] = {
 }
 WITHOUT_CODE = {
     "scale_2_faults": {"_groups": lambda work: ()},
+    "gluon_attention": {
+        "_hidden": {"attention_forward": (0, 34), "hopper_attention_forward": (66, 66)}.get,
+    },
     "text_2_padding": {
         "CASES": (), "_pad_inside": lambda work: (), "_work": lambda work: (),
     },
 }  # fmt: skip
-"""Parts of a check that run the participant's code, which other tests do: the answers alone."""
+"""Parts of a check that run the participant's code or compile, which other tests do: the answers
+alone."""
 
 
 @pytest.fixture(scope="module", autouse=True)

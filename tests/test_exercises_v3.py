@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from exercise_cases import (
@@ -24,6 +25,7 @@ from exercise_cases import (
 pytest.importorskip("triton")
 
 from workshop import records
+from workshop.errors import NotOnThisMachine
 from workshop.exercises import frame
 from workshop.exercises.frame import Item, Work
 from workshop.kernels import inspect, offline
@@ -274,3 +276,57 @@ def test_ones_own_benchmark_goes_before_the_reference(inspected) -> None:
     assert "forward, small: of the copy rate: yours, 79%, is 2.11 times too low" in wrong
     written("8192 x 1024", ceiling_gbs=2000.0)
     assert "has no times of rms_norm at 65536 x 2048: run" in red(tuned(inspected))
+
+
+# --- gluon_attention -----------------------------------------------------------------------------
+
+
+def test_the_kernels_that_the_check_compiles_give_the_solutions_answers() -> None:
+    pytest.importorskip("triton", minversion="3.6")
+    unanswered("gluon_attention")
+    items = checked("gluon_attention", **solution("gluon_attention"))
+    assert not red(items) and all(item.counted for item in items)
+
+
+PRODUCT, EXPONENTIAL = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR36], R24", "MUFU.EX2 R17, R25 ;"
+LOOPS = {
+    "beside both products": (["H", "H", "M", "0"], (1, 1)),
+    "beside the later one": (["H", "H", "1", "M", "M", "0"], (2, 2)),
+    "behind the last wait": (["H", "H", "1", "M", "0", "M"], (1, 2)),
+    "between two products": (["H", "0", "M", "H"], (0, 1)),
+}
+
+
+@pytest.mark.parametrize("where", LOOPS)
+def test_exponentials_beside_a_product_are_counted_in_the_loop(where) -> None:
+    loop, found = LOOPS[where]
+    words = {"H": f"{PRODUCT} ;\n{PRODUCT}, gsb0 ;", "M": EXPONENTIAL}
+    body = [words.get(one) or f"WARPGROUP.DEPBAR.LE gsb0, 0x{one} ;" for one in loop]
+    code = [".L_x_0:", EXPONENTIAL, ".L_x_1:", *body, "@P0 BRA `(.L_x_1) ;", EXPONENTIAL]
+    check = loaded("gluon_attention")
+    assert check.hidden("\n".join([*code, "BRA `(.L_x_0) ;"])) == found
+
+
+@pytest.mark.parametrize(
+    ("compiling", "says"),
+    [
+        (lambda _: [inspect.Answer([], set(), "3.2")], "Triton 3.6 or newer"),
+        (mock.Mock(side_effect=NotOnThisMachine("ptxas is missing")), "ptxas is missing"),
+    ],
+)
+def test_what_can_not_be_compiled_is_left_out(compiling, says, monkeypatch) -> None:
+    check = loaded("gluon_attention")
+    monkeypatch.setattr(check, "compiled", check.compiled.__wrapped__)
+    monkeypatch.setattr(inspect, "inspect_all", compiling)
+    items = checked("gluon_attention", **solution("gluon_attention"))
+    notes = [item.why for item in items if not item.counted]
+    assert not red(items) and len(notes) == 2 and all(says in why for why in notes)
+
+
+def test_the_tables_and_a_functions_lines_are_shown(capsys) -> None:
+    count = loaded("gluon_attention", "count")
+    assert count.main([]) == count.main(["--function", "_row_max"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"forward, Gluon +143 +40 ", printed)
+    assert re.search(r"from 2,048 tokens on, 128 +1\.20 +1\.21\n", printed)
+    assert re.search(r"algorithm \|    most = .*\n +placement \|    return gl.conv", printed)
