@@ -9,7 +9,6 @@ bit. The times of both say what the flag costs.
 """
 
 import dataclasses
-import functools
 import itertools
 import json
 import sys
@@ -41,8 +40,6 @@ SCHEMA_VERSION = 1
 FILE = "determinism.json"
 KINDS = ("gradients", "weights")
 INTERPRETED = "Triton's interpreter runs a kernel's programs in one order: it shows nothing"
-SHOWN = 3
-"""Tensors that differ and are named, of each kind."""
 
 
 @dataclass
@@ -300,21 +297,19 @@ def _cells(one: Mapping[str, Any]) -> list[str]:
 
 
 def _notes(one: Mapping[str, Any], name: str) -> Iterable[str]:
-    """Its error, or the first tensors that differ; `name` says how the flag is."""
+    """Its error, or the tensor that differs most; `name` says how the flag is."""
     where = f"{one['version']}, {deterministic.FLAG} {name}"
     if one["error"]:
-        return [f"{where}: {one['error']}"]
-    named = functools.partial("{name} ({differ:,} of {numbers:,} numbers{share})".format)
-    return [
-        f"{where}, first {kind} that differ: "
-        + ", ".join(
-            named(**found, share=f", by up to {at_most:.2g} of the largest" * bool(at_most))
-            for found in one[kind]["differ"][:SHOWN]
-            for at_most in [found["at_most"] or 0.0]
-        )
-        for kind in KINDS
-        if one[kind]["differ"]
-    ]
+        yield f"{where}: {one['error']}"
+        return
+    for kind in KINDS:
+        most = max(one[kind]["differ"], key=lambda found: found["at_most"] or 0.0, default=None)
+        if most:
+            share = f", by up to {most['at_most']:.1g} of its largest" if most["at_most"] else ""
+            yield (
+                f"{where}, {kind}: {most['name']} differs most, in {most['differ']:,} of "
+                f"{most['numbers']:,} numbers{share}"
+            )
 
 
 if __name__ == "__main__":
