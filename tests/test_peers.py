@@ -1,9 +1,9 @@
 """Peers: other people's code is V1's model too, and is measured like a version."""
 
 import dataclasses
+import importlib.metadata
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -34,11 +34,15 @@ def test_it_is_one_graph_to_the_compiler(odd_config) -> None:
     assert compiled(tokens, tokens).item() == pytest.approx(model(tokens, tokens).item())
 
 
-@pytest.mark.skipif(find_spec("liger_kernel") is not None, reason="liger-kernel is installed")
-def test_a_peer_that_is_not_installed_is_named() -> None:
-    command = [sys.executable, "peers/hugging_face_liger.py"]
+@pytest.mark.parametrize(
+    ("key", "package"), [("hf-liger", "liger-kernel"), ("hf-flash", "flash-attn-4")]
+)
+def test_a_peer_that_is_not_installed_is_named(key, package) -> None:
+    if package in {found.name for found in importlib.metadata.distributions()}:
+        pytest.skip(f"{package} is installed")
+    command = [sys.executable, str(versions.get_version(key).path)]
     finished = subprocess.run(command, cwd=versions.ROOT, capture_output=True, text=True)
     assert finished.returncode == errors.NOT_ON_THIS_MACHINE
     assert finished.stderr == (
-        "error: hf-liger needs liger-kernel, which is not installed: `pip install liger-kernel`\n"
+        f"error: {key} needs {package}, which is not installed: `pip install {package}`\n"
     )

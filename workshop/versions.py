@@ -2,6 +2,7 @@
 of peers, other people's training code, which is measured like a version."""
 
 import ast
+import importlib.metadata
 import importlib.util
 import sys
 import zlib
@@ -76,6 +77,7 @@ MARKERS = {
     "cross": "P",
     "x": "X",
     "star": "*",
+    "pentagon": "p",
 }
 """Names of the markers, with Matplotlib's."""
 
@@ -167,7 +169,10 @@ PEERS = {
         Version("hf-graph", "Hugging Face, compiled, graph", compile="default", cuda_graph=True,
                 packages=("transformers",), file="hugging_face_graph.py", colour="#7F6FD0",
                 marker="star"),
-        Version("hf-liger", "Hugging Face, Liger-Kernel", packages=("transformers", "liger_kernel"),
+        Version("hf-flash", "Hugging Face, compiled, graph, FlashAttention", compile="default",
+                cuda_graph=True, packages=("transformers", "flash-attn-4"),
+                file="hugging_face_flash.py", colour="#B5524A", marker="pentagon"),
+        Version("hf-liger", "Hugging Face, Liger-Kernel", packages=("transformers", "liger-kernel"),
                 file="hugging_face_liger.py", colour="#9A7B2B", marker="x"),
         Version("torchao", "V2, compiled, graph; fp8 by torchao", compile="default",
                 cuda_graph=True, packages=("torchao",), file="torchao_float8.py", colour="#4C8C9E",
@@ -215,9 +220,10 @@ def baseline_first(keys: Iterable[str]) -> list[str]:
 def missing(version: Version) -> str | None:
     """A package that a version needs and that is not installed, with how to install it, in one
     line; or None."""
-    for package in version.packages:
-        if not importlib.util.find_spec(package):
-            name = package.replace("_", "-")
+    for name in version.packages:
+        try:
+            importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
             return f"{version.key} needs {name}, which is not installed: `pip install {name}`"
     if not version.triton or importlib.util.find_spec("triton"):
         return None
