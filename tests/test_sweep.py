@@ -49,6 +49,7 @@ def test_the_hidden_dimension_keeps_the_heads_size_and_the_ffn_four_times_as_wid
         sweep.sizes_at(HIDDEN, 192, small)
     assert sweep.sizes_at(SEQ, 8192, small) == {"seq_len": 8192, "max_seq_len": 8192}
     assert sweep.sizes_at(BATCH, 32, small) == {"batch_size": 32}
+    assert sweep.sizes_at(AXES["num-layers"], 3, small) == {"num_layers": 3}
 
 
 def test_a_prediction_is_exact_for_what_grows_as_its_axis_does() -> None:

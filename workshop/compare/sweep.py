@@ -52,6 +52,7 @@ AXES = {
         Axis("seq-len", "seq_len", "sequence length", degree=2, least=2),
         Axis("batch-size", "batch_size", "batch size", degree=1),
         Axis("hidden-dim", "hidden_dim", "hidden dimension", degree=2),
+        Axis("num-layers", "num_layers", "number of layers", degree=1),
     )
 }
 ELLIPSIS = "..."
@@ -103,7 +104,7 @@ def sizes_at(axis: Axis, size: int, preset: Preset) -> dict[str, int]:
     dimension that is no multiple of two of the preset's heads."""
     if axis.field == "seq_len" and size > _ROPE_TABLE:
         return {"seq_len": size, "max_seq_len": size}
-    if axis.keeps_model:
+    if axis.field != "hidden_dim":
         return {axis.field: size}
     pair = 2 * preset.hidden_dim // preset.num_heads
     if size % pair:
