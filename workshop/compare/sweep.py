@@ -22,7 +22,7 @@ from workshop.errors import NotOnThisMachine, WorkshopError, printable
 from workshop.results import MODEL_SIZES, MOST, Kind, RunResult, model_sizes
 from workshop.run import flops, hardware, interpreter, presets
 from workshop.run.memory import MB
-from workshop.run.presets import PRESETS, Preset
+from workshop.run.presets import PRESETS, ROPE_ROWS, Preset
 
 KIND: Kind = "sweep point"
 
@@ -61,8 +61,6 @@ LEEWAY = {"cuda": 1.1, "cpu": 0.8}
 runs out of memory reports it, a CPU's process is killed."""
 _MOST_SIZE = 2**31
 _OUT_OF_MEMORY = ("out of memory", "SIGKILL")
-_ROPE_TABLE = 2048
-"""Rows of a model's RoPE tables, unless the sequence is longer."""
 
 
 # --- the axis and its sizes ----------------------------------------------------------------------
@@ -102,7 +100,7 @@ def _size(axis: Axis, word: str) -> int:
 def sizes_at(axis: Axis, size: int, preset: Preset) -> dict[str, int]:
     """The differences from the preset at one point of a sweep. Raises WorkshopError: a hidden
     dimension that is no multiple of two of the preset's heads."""
-    if axis.field == "seq_len" and size > _ROPE_TABLE:
+    if axis.field == "seq_len" and size > ROPE_ROWS:
         return {"seq_len": size, "max_seq_len": size}
     if axis.field != "hidden_dim":
         return {axis.field: size}

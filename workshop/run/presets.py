@@ -5,6 +5,9 @@ from typing import Any
 
 from workshop.errors import WorkshopError
 
+ROPE_ROWS = 2048
+"""Rows of a model's RoPE tables, unless the sequence is longer: `TinyLlamaConfig.max_seq_len`."""
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -27,7 +30,7 @@ class Preset:
             "num_layers": self.num_layers,
             "num_heads": self.num_heads,
             "num_kv_heads": self.num_heads // 2,
-        } | ({"max_seq_len": self.seq_len} if self.seq_len > 2048 else {})
+        } | ({"max_seq_len": self.seq_len} if self.seq_len > ROPE_ROWS else {})
 
 
 PRESETS = {
