@@ -100,6 +100,8 @@ class Case:
     """The number of parts in which the reference is computed, so that it fits into memory."""
     cut: dict[str, int] = field(default_factory=dict)
     """The axis along which an argument or result is cut into them; others are needed whole."""
+    by_kernels: Function | None = None
+    """V3's call, where no single operator of that name is one."""
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -112,7 +114,8 @@ class Case:
 
     def kernel(self, *tensors: Tensor) -> Any:
         """V3's operator."""
-        return getattr(kernels(), self.op)(*tensors, *self.constants)
+        call = self.by_kernels or getattr(kernels(), self.op)
+        return call(*tensors, *self.constants)
 
     def mine(self, place: str) -> Function:
         """A participant's function, FILE.py:NAME, which is called as V3's operator is."""
@@ -160,6 +163,7 @@ def liger(name: str, *constants: Any) -> Function:
 # linear_cross_entropy fails with nvidia-cutlass-dsl 4.7 and 4.8.
 quack_norm = peer("quack.rmsnorm", "rmsnorm")
 quack_cross_entropy = peer("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
+quack_mlp = peer("quack.mlp", "mlp_func")
 flash_attn = peer("flash_attn.cute.interface", "flash_attn_func")
 
 
@@ -397,7 +401,35 @@ def qkv_attention(B: int, T: int, H: int, K: int, D: int) -> Case:
     )
 
 
-# --- linear and cross-entropy --------------------------------------------------------------------
+# --- feed-forward layer, linear and cross-entropy ------------------------------------------------
+
+
+def feed_forward(N: int, C: int, I: int) -> Case:
+    """down(silu(gate) x up) for x (N, C), the weights of gate and up in one (2 I, C), and that of
+    down (C, I): 6 N C I FLOPs forward, twice as many backward."""
+
+    def with_products(swiglu: Function) -> Function:
+        return lambda x, gate_up, down: F.linear(swiglu(*F.linear(x, gate_up).chunk(2, -1)), down)
+
+    def by_kernels(x: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        return kernels().swiglu_linear(kernels().linear(x, gate_up), down)
+
+    arguments = {
+        "x": Drawn(NORMAL, (N, C)),
+        "gate_up": Drawn(NORMAL, (2 * I, C), C**-0.5),
+        "down": Drawn(NORMAL, (C, I), I**-0.5),
+    }
+    others = {
+        "F.linear, F.silu, product": with_products(pytorch_swiglu),
+        QUACK: lambda *tensors: quack_mlp(*tensors, activation="swiglu", concat_layout=True),
+    }
+    forward = 6.0 * N * C * I
+    return Case(
+        *("feed_forward", (N, C, I), f"{N} x {C} x {I}", arguments, ("y",)),
+        *(with_products(plain_swiglu), others, TFLOPS),
+        lambda _: {FORWARD: forward, BACKWARD: 2 * forward},
+        by_kernels=by_kernels,
+    )
 
 
 def linear_cross_entropy(N: int, C: int, V: int) -> Case:
@@ -450,6 +482,12 @@ def draw_heads(random: Random) -> tuple[int, int, int, int, int]:
     return -(-_between(random, 12, 15) // T), T, K * 2 ** random.randint(0, 3), K, D
 
 
+def draw_layer(random: Random) -> tuple[int, int, int]:
+    """N, C and I of a feed-forward layer."""
+    C = 128 * _between(random, 2, 5)
+    return _between(random, 10, 14), C, 128 * _between(random, 3, 7)
+
+
 def draw_head(random: Random) -> tuple[int, int, int]:
     """N, C and V of the model's head."""
     return _between(random, 10, 14), 128 * _between(random, 2, 5), _between(random, 10, 17)
@@ -469,9 +507,11 @@ _NORMS = ((8192, 1024), (16384, 4096), (65536, 2048))
 _SWIGLU = ((8192, 4096), (16384, 11008))
 _MEDIUM = (16, 512, 16, 8, 64)
 _LONG = ((8, 2048, 16, 8, 64), (2, 8192, 16, 8, 64), (1, 16384, 16, 8, 64), (4, 2048, 32, 16, 128))
+_LAYERS = ((8192, 1024, 4096), (8192, 4096, 14336))
 _HEAD = ((8192, 1024, 32000), (8192, 1024, 1000))
 _ODD_ROWS = ((13, 72), (5, 257))
 _ODD_HEADS = ((2, 37, 6, 2, 32), (1, 150, 3, 1, 64))
+_ODD_LAYERS = ((37, 72, 40), (65, 24, 136))
 _ODD_HEAD = ((37, 72, 311), (65, 24, 1000))
 
 OPS = {
@@ -482,6 +522,7 @@ OPS = {
     "swiglu_fused": Sizes(swiglu_fused, draw_rows, _SWIGLU, _ODD_ROWS),
     "flash_attention": Sizes(flash_attention, draw_heads, (_MEDIUM, *_LONG), _ODD_HEADS),
     "qkv_attention": Sizes(qkv_attention, draw_heads, (_MEDIUM, _LONG[0]), _ODD_HEADS),
+    "feed_forward": Sizes(feed_forward, draw_layer, _LAYERS, _ODD_LAYERS),
     "linear_cross_entropy": Sizes(linear_cross_entropy, draw_head, _HEAD, _ODD_HEAD),
 }
 
