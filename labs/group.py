@@ -1,6 +1,7 @@
 """The processes of a program: the place of each among all, how they meet and end, messages."""
 
 import contextlib
+import gc
 import io
 import os
 import signal
@@ -126,6 +127,9 @@ def launcher(size: int) -> list[str]:
 def join(group: Group, device: torch.device) -> None:
     """Connects to the other processes. A process without a launcher is a group of one. Raises
     WorkshopError: there is no connection at the group's address."""
+    # DDP imports this, and its functions would keep the group that exists then as their default.
+    import torch.distributed.nn.functional  # noqa: F401
+
     on_gpu, store = device.type == "cuda", None
     try:
         if group.launched:
@@ -163,6 +167,9 @@ def member(group: Group, device: torch.device) -> Iterator[None]:
             f"rank {group.rank}: another process of this group has ended ({error!s:.80})"
         ) from None
     if group.launched or device.type == "cuda":  # PyTorch 2.6 may wait forever for gloo's threads
+        # A model of DDP's, in a cycle, would keep the group and its threads. A thread that lets go
+        # of a result when Python has ended aborts the process.
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -3,13 +3,16 @@
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from stored_runs import the_run
 from test_lab_scale_out import free_port
+from torch import nn
 
+from labs import group as groups
 from labs.group import VARIABLES, Group
 from labs.inference_benchmark import micro_benchmarking_pytorch as benchmark
 from labs.inference_benchmark import networks
@@ -104,6 +107,29 @@ def test_a_gpu_that_is_named_wrongly_is_one_line(
     assert benchmark.main(["--network", "resnet18", *flags.split()]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
+
+
+def test_a_group_that_is_left_keeps_no_thread(monkeypatch) -> None:
+    """DDP's model, in a cycle, would: one that still lets go of a result when Python ends aborts
+    the process."""
+
+    def train() -> weakref.ref[nn.Module]:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+        cycle = lambda: (model, cycle)  # noqa: E731
+        model(torch.ones(2, 3)).sum().backward()
+        return weakref.ref(model)
+
+    def threads() -> list[str]:
+        tasks = Path("/proc/self/task").glob("*/comm")
+        return [name for name in (task.read_text() for task in tasks) if "gloo" in name]
+
+    place = {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in ({"RANK": "0", "LOCAL_RANK": "0"} | place).items():
+        monkeypatch.setenv(name, value)
+    with groups.member(groups.find_group(), torch.device("cpu")):
+        model = train()
+        assert threads()
+    assert model() is None and not threads()
 
 
 @pytest.mark.slow
