@@ -85,6 +85,9 @@ class InAThread(Process):
         with contextlib.closing(pipe), contextlib.suppress(SystemExit, Closed):
             implementations.serve(pipe)
 
+    def kill(self) -> None:
+        """A test's implementation ends the thread."""
+
     def timed(self, *asked: Any, **values: Any) -> tuple[Message, float, float | None]:
         return *super().timed(*asked, **values)[:2], None  # the judge waits with it
 
@@ -269,6 +272,31 @@ def test_a_process_that_ends_is_the_fault_of_who_was_asked(monkeypatch) -> None:
     assert all("crashed with SIGABRT" in row.note for row in found)
 
 
+def test_one_that_gives_no_answer_costs_the_others_nothing(v3, monkeypatch) -> None:
+    """And is not asked at the next size."""
+    time_is_over: list[Callable[[], None]] = []
+
+    def timer(_: float, give_up: Callable[[], None]) -> Mock:
+        time_is_over.append(give_up)
+        return Mock()
+
+    def waits(gate: Tensor, up: Tensor) -> Tensor:
+        time_is_over[-1]()
+        raise SystemExit  # as one that is killed
+
+    monkeypatch.setattr(measure.threading, "Timer", timer)
+    monkeypatch.setattr(measure, "start_process", InAThread)
+    case = dataclasses.replace(small_case("swiglu"), others={"a": waits, "b": v3.swiglu_reference})
+    of_case = cases.OPS["swiglu"]._replace(make=lambda *_: case)
+    monkeypatch.setitem(cases.OPS, "swiglu", of_case)
+    judge = measure.Judge(make_setting(), 0, a_run())
+    for _ in range(2):
+        found = {run.variant: Row((run,)) for run in judge.measure(case)}
+        assert {name for name, row in found.items() if row.verdict == "pass"} == {OURS, PLAIN, "b"}
+        assert found["a"].note == f"no answer for 120 s at swiglu, {case.size}"
+    judge.stop()
+
+
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, None]:
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=True)
@@ -419,8 +447,7 @@ def test_a_participants_function_is_checked_as_ours_is(fault, v3, tmp_path) -> N
     mine = found[cases.MINE]
     assert (mine.verdict, mine.failed) == ("FAIL" if note else "pass", bool(note)), mine.note
     assert note in mine.note
-    if "process" not in fault:
-        assert found[OURS].verdict == found[PLAIN].verdict == "pass"
+    assert found[OURS].verdict == found[PLAIN].verdict == "pass"
 
 
 def test_mine_must_be_there_and_be_one_operation(tmp_path, capsys) -> None:

@@ -162,6 +162,10 @@ class Process:
         self._watch.close()
         self._pipe.close()
 
+    def kill(self) -> None:
+        """Ends the process, and what it has started, for which another thread waits."""
+        processes.kill_group(self._process)
+
     def failure(self, error: WorkshopError) -> tuple[results.Status, str]:
         """Ends a process that gave no answer, or a wrong one: "skipped" or "failed", and why in
         words: what it said, what ended it, or what was wrong with its answer."""

@@ -17,12 +17,14 @@ when a sketch is asked for; times that are too short by less than TURN_MS, or in
 the turns; false figures of memory and of the host's time; an implementation that changes another.
 """
 
+import contextlib
 import copy
 import dataclasses
 import math
 import os
 import secrets
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +49,7 @@ from workshop.kernels.calls import (
 from workshop.kernels.cases import COMPILED, GBS, HOST, MINE, OURS, PLAIN, Case, make_cases
 from workshop.kernels.rows import NOTHING_TIMED, Row
 from workshop.labs import LabRun
-from workshop.results import LEAST, MOST, Parity
+from workshop.results import LEAST, MOST, Parity, Status
 from workshop.run import chips, interpreter, timing
 
 MULTIPLE = 2.0
@@ -63,6 +65,9 @@ of more memory than the cache holds, the launch, and the wait for the device: up
 H200. A sample can be understated by as much, and a shorter one can take any time."""
 OUTLASTED_MS = 0.2
 """The longest time for which other streams may be at work after a sample: a wait for nothing."""
+
+PATIENCE_S = 120.0
+"""How long an implementation may take for an answer, with all that it compiles for it."""
 
 
 # --- the check -------------------------------------------------------------------------------
@@ -176,6 +181,8 @@ class Judge:
         self.setting, self.rounds, self._blank, self.mine = setting, rounds, blank, mine
         self._running: Process | None = None
         self._asked = ""
+        self._silent = dict[str, str]()
+        """Implementations that gave no answer once, and why they are not asked again."""
 
     @property
     def _process(self) -> Process:
@@ -193,20 +200,29 @@ class Judge:
     def measure(self, case: Case) -> list[LabRun]:
         own = (MINE,) if self.mine else ()
         variants = (OURS, *own, PLAIN, *case.others, COMPILED)
-        runs = [self._record(case, name) for name in variants]
-        self._asked = OURS
-        try:
-            self._measure(case, runs)
-        except Closed as closed:
-            process, self._running = self._process, None
-            _, why = process.failure(closed)
-            self._end(runs, {self._asked: why}, f"{self._asked}: {why}")
-        except torch.OutOfMemoryError:
-            self.stop()
-            self._end(runs, {}, "this device has no memory for the check")
-        for run in runs:
+        runs = {name: self._record(case, name) for name in variants}
+        lost = {name: why for name, why in self._silent.items() if name in runs}
+        while left := [run for name, run in runs.items() if name not in lost]:
+            self._asked = left[0].variant
+            try:
+                self._measure(case, left)
+                break
+            except Closed as closed:
+                process, self._running = self._process, None
+                _, why = process.failure(closed)
+                lost[self._asked] = self._silent.get(self._asked, why)
+                again = (run.variant for run in left if run.variant not in lost)
+                runs |= {name: self._record(case, name) for name in again}
+            except torch.OutOfMemoryError:
+                self.stop()
+                for run in left:
+                    drop(run, "skipped", "this device has no memory for the check")
+                break
+        for name, why in lost.items():
+            drop(runs[name], "failed" if name in (OURS, MINE) else "skipped", why)
+        for run in runs.values():
             self._settle(case, run)
-        return runs
+        return list(runs.values())
 
     def _record(self, case: Case, name: str) -> LabRun:
         amounts = case.amounts(self.setting.precision.dtype.itemsize)
@@ -217,23 +233,32 @@ class Judge:
         run.metrics |= amounts
         return run
 
-    def _end(self, runs: list[LabRun], reasons: dict[str, str], otherwise: str) -> None:
-        """Records why there is nothing more: the reason of the one that was asked, or another."""
-        for run in runs:
-            if not run.refused:
-                run.gate, run.phase_ms = Parity(), {}
-                must_run = run.variant in (OURS, MINE) and run.variant in reasons
-                run.status = "failed" if must_run else "skipped"
-                run.error = reasons.get(run.variant, otherwise)
-
     def _ask(self, kind: str, run: LabRun, /, **values: Any) -> Message:
         """The answer. Raises Refused, Closed."""
         self._asked = run.variant
-        self._process.ask(kind, name=run.variant, **values)
-        answer = self._process.answer("answered", "refused")
+        with self._patience(run):
+            self._process.ask(kind, name=run.variant, **values)
+            answer = self._process.answer("answered", "refused")
         if answer.kind == "refused":
             raise Refused(str(answer.values.get("why")))
         return answer
+
+    @contextlib.contextmanager
+    def _patience(self, run: LabRun) -> Iterator[None]:
+        """Ends a process that gives no answer in the block: its kernel may wait forever."""
+        process = self._process
+
+        def give_up() -> None:
+            self._silent[run.variant] = f"no answer for {PATIENCE_S:g} s at {run.subject}"
+            process.kill()
+
+        timer = threading.Timer(PATIENCE_S, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _measure(self, case: Case, runs: list[LabRun]) -> None:
         for run in runs:
@@ -330,7 +355,8 @@ class Judge:
     def _turn(self, turns: Turns, number: int) -> None:
         seed, run = secrets.randbits(62), turns.run
         self._ask("load", run, seed=seed)
-        done, seconds, waited = self._process.timed("go", {}, "answered", name=run.variant)
+        with self._patience(run):
+            done, seconds, waited = self._process.timed("go", {}, "answered", name=run.variant)
         if number:  # the first is not counted
             told, judge = _number(done, "ms"), seconds * 1e3
             turns.told_ms.append(told)
@@ -398,6 +424,12 @@ def _number(answer: Message, name: str) -> float:
     if not isinstance(value, (int, float)) or not LEAST <= value <= MOST:
         raise Closed(f"the process answered that {name} is {value!r:.40}")
     return value
+
+
+def drop(run: LabRun, status: Status, why: str) -> None:
+    """Records why there is nothing more of an implementation, unless it has been refused."""
+    if not run.refused:
+        run.gate, run.phase_ms, run.status, run.error = Parity(), {}, status, why
 
 
 def add_note(run: LabRun, note: str) -> None:
