@@ -414,14 +414,19 @@ def _best_kernels(folder: Path) -> str:
         "gradients are right have a time."
     )
     table = markdown_rows(header, lines, (0, 1, 3))
-    return "\n\n".join(["## V3's kernels against the fastest other", caption, table])
+    others = _behind("Smaller sizes included,", rows)
+    return "\n\n".join(["## V3's kernels against the fastest other", caption, table, others])
 
 
 def _drawn_kernels(folder: Path) -> str:
-    """At how many sizes drawn at random V3's operator is the fastest, and where not."""
     rows = kernel_rows.load(folder)
-    head, *others = (line.strip() for line in kernel_rows.behind(rows))
     run = rows[0].first
     where = f"{run.device['name']}, {rows[0].precision}, sizes drawn by seed {run.options['seed']}"
-    sentence = f"At sizes that no tile was tuned for ({where}) {head}{':' if others else '.'}"
+    return _behind(f"At sizes that no tile was tuned for ({where})", rows)
+
+
+def _behind(beginning: str, rows: list[kernel_rows.Row]) -> str:
+    """At how many of the sizes V3's operator is the fastest, and where not."""
+    head, *others = (line.strip() for line in kernel_rows.behind(rows))
+    sentence = f"{beginning} {head}{':' if others else '.'}"
     return "\n".join([sentence, *([""] if others else []), *(f"- {other}" for other in others)])
