@@ -280,3 +280,17 @@ def test_a_scale_that_overflows_is_halved_before_the_first_step() -> None:
     before = model.weight.detach().clone()
     step.settle_scale()
     assert step.scaler.get_scale() == 2.0**12 and torch.equal(model.weight, before)
+
+
+def test_a_fingerprint_does_not_depend_on_the_order_of_the_weights() -> None:
+    """Peers have V1's weights in another order."""
+    module = versions.load("v1")
+    model = module.TinyLlama(module.TinyLlamaConfig(**vars(CONFIG)))
+    before = audit.fingerprint(model, PROBE_SEED)
+    for part in model.layers.modules():
+        part._modules = dict(reversed(part._modules.items()))
+    after = audit.fingerprint(model, PROBE_SEED)
+    names = [name for name, _ in model.named_parameters()]
+    assert names != [name for name, _ in module.TinyLlama(model.config).named_parameters()]
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], numbers) for name, numbers in after.items())

@@ -144,7 +144,8 @@ def fingerprint(model: nn.Module, seed: int) -> dict[str, Tensor]:
     one launch for each weight.
     """
     weights = canonical.canonical_weights(model)
-    tables = {name: weight.reshape(-1, weight.shape[-1]) for name, weight in weights.items()}
+    # By name, since the numbers drawn are dealt out in turn, and each version has its own order.
+    tables = {name: w.reshape(-1, w.shape[-1]) for name, w in sorted(weights.items())}
     first = next(iter(tables.values()))
     generator = torch.Generator(first.device).manual_seed(seed)
     columns = max(table.shape[1] for table in tables.values())
