@@ -6,8 +6,8 @@ how far and in which direction each weight has moved, and the last step's gradie
 own batch, length, compile mode and graph. All are compared with V1's on the same batches, of which
 no process knew the timed ones before its clock started.
 
-In a comparison's first repeat the reference is V1 in higher precision, trained by a process of its
-own. As in the gate, the tolerance is a multiple of V1's own distance from it at the precision in
+In a comparison's first repeat the reference is V1 in higher precision, trained in a separate
+process. As in the gate, the tolerance is a multiple of V1's own distance from it at the precision in
 use, plus a few roundings. In later repeats, which have other batches, the reference is V1's own
 timed run; what it may itself be off, as measured in the first repeat, is added.
 """

@@ -66,8 +66,8 @@ H200. A sample can be understated by as much, and a shorter one can take any tim
 OUTLASTED_MS = 0.2
 """The longest time for which other streams may be at work after a sample: a wait for nothing."""
 
-PATIENCE_S = 120.0
-"""How long an implementation may take for an answer, with all that it compiles for it."""
+PATIENCE_S = 300.0
+"""How long an implementation may take for an answer, with all that it compiles and tunes."""
 
 
 # --- the check -------------------------------------------------------------------------------
