@@ -1,19 +1,15 @@
 """The inference benchmark in two processes: each has its part of the batch, the remainder too."""
 
-import contextlib
 import re
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from stored_runs import the_run
 from test_lab_scale_out import free_port
-from torch import nn
 
-from labs import group as groups
 from labs.group import VARIABLES, Group
 from labs.inference_benchmark import micro_benchmarking_pytorch as benchmark
 from labs.inference_benchmark import networks
@@ -110,30 +106,37 @@ def test_a_gpu_that_is_named_wrongly_is_one_line(
     assert error.count("\n") == 1 and message in error
 
 
-def test_a_group_that_is_left_keeps_no_thread(monkeypatch) -> None:
+LEAVES_A_GROUP = """
+import contextlib, pathlib, torch
+from torch import nn
+from labs import group
+
+def threads():
+    names = []
+    for task in pathlib.Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # one that ends just now
+            names.append(task.read_text().strip())
+    return [name for name in names if "gloo" in name]
+
+def train():
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    cycle = lambda: (model, cycle)
+    model(torch.ones(2, 3)).sum().backward()
+
+with group.member(group.find_group(), torch.device("cpu")):
+    train()
+    print(bool(threads()))
+print(threads())
+"""
+
+
+def test_a_group_that_is_left_keeps_no_thread(type_command) -> None:
     """DDP's model, in a cycle, would: one that still lets go of a result when Python ends aborts
     the process."""
-
-    def train() -> weakref.ref[nn.Module]:
-        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
-        cycle = lambda: (model, cycle)  # noqa: E731
-        model(torch.ones(2, 3)).sum().backward()
-        return weakref.ref(model)
-
-    def threads() -> list[str]:
-        names = []
-        for task in Path("/proc/self/task").glob("*/comm"):
-            with contextlib.suppress(OSError):  # one that ends just now
-                names.append(task.read_text())
-        return [name for name in names if "gloo" in name]
-
-    place = {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for name, value in ({"RANK": "0", "LOCAL_RANK": "0"} | place).items():
-        monkeypatch.setenv(name, value)
-    with groups.member(groups.find_group(), torch.device("cpu")):
-        model = train()
-        assert threads()
-    assert model() is None and not threads()
+    place = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | {"WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    finished = type_command("python", "-c", LEAVES_A_GROUP, **place, **address)
+    assert finished.stdout.split("\n")[:2] == ["True", "[]"], finished.stderr
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ own batch, length, compile mode and graph. All are compared with V1's on the sam
 no process knew the timed ones before its clock started.
 
 In a comparison's first repeat the reference is V1 in higher precision, trained in a separate
-process. As in the gate, the tolerance is a multiple of V1's own distance from it at the precision in
-use, plus a few roundings. In later repeats, which have other batches, the reference is V1's own
+process. As in the gate, the tolerance is a multiple of V1's own distance from it at the precision
+in use, plus a few roundings. In later repeats, which have other batches, the reference is V1's own
 timed run; what it may itself be off, as measured in the first repeat, is added.
 """
 
