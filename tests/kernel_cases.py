@@ -123,9 +123,9 @@ def qkv_attention_cases() -> Iterator[Case]:
 
 
 def linear_cases() -> Iterator[Case]:
-    for (*N, I), O in (((1, 1, 8), 5), ((3, 63, 72), 40), ((129, 24), 1)):
+    for (*N, I), O in (((1, 1, 8), 5), ((3, 63, 72), 40), ((129, 24), 1), ((130, 64), 128)):
         yield Case("linear", by(*N, I, O), drawn((*N, I), (O, I)))
-        yield Case("swiglu_linear", by(*N, I, O), drawn((*N, 2 * I), (O, I)))
+        yield Case("feed_forward", by(*N, I, O), drawn((*N, I), (2 * O, I), (I, O)))
 
 
 def embedding_cases() -> Iterator[Case]:

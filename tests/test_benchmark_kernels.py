@@ -65,7 +65,7 @@ def a_run(**changes: Any) -> LabRun:
 def v3(monkeypatch) -> ModuleType:
     """V3's kernels, each replaced by its plain version: quick, and right until a test breaks it."""
     library = cases.kernels()
-    for op in {*cases.OPS, "linear", "swiglu_linear"} - {"feed_forward"}:
+    for op in cases.OPS:
         monkeypatch.setattr(library, op, getattr(library, f"{op}_reference"))
     return library
 

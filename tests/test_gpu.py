@@ -292,7 +292,8 @@ REAL_SIZES = [
     ("qkv_attention", lambda: (normal(4, 511, 1024), normal(2048, 1024) / 32),
      lambda: tables(511, 64) | {"num_heads": 16, "num_kv_heads": 8}),
     ("linear", lambda: (normal(8191, 1024), normal(2048, 1024) / 32), dict),
-    ("swiglu_linear", lambda: (normal(8191, 2048), normal(512, 1024) / 32), dict),
+    ("feed_forward", lambda: (normal(8191, 512), normal(2048, 512) / 22, normal(512, 1024) / 32),
+     dict),
     ("embedding", drawn((1000, 1024)),
      lambda: {"tokens": torch.randint(1000, (16, 512), device="cuda")}),
     ("flash_attention", attention_of(2, 16, 8, 2047, 64), dict),
@@ -357,6 +358,31 @@ def test_attention_on_hopper(B, H, K, T, D, dtype) -> None:
         for case in calls:
             assert worst_excess(case, dtype) <= 1.0, case.op
     assert forward.called and backward.called
+
+
+@pytest.mark.parametrize("M, C, F", [(8192, 1024, 1024), (8191, 64, 1152), (9001, 576, 1024)])
+def test_swiglu_in_a_product_on_hopper(M, C, F) -> None:
+    """The last tile is cut. As by a product and a kernel, and the same each time."""
+    swiglu = sys.modules["triton_swiglu"]
+    if swiglu.hopper is None or torch.cuda.get_device_capability(GPU) != (9, 0):
+        pytest.skip("needs a Hopper GPU and Triton 3.6")
+    torch.manual_seed(0)
+    shapes = (M, C), (2 * F, C), (C, F)
+    x, up, down = (torch.randn(shape, device=GPU).bfloat16() for shape in shapes)
+    up /= C**0.5
+    gate_up, _ = swiglu.linear_swiglu(x, up)
+    for call, *inputs in (
+        (swiglu.linear_swiglu, x, up),
+        (swiglu.linear_swiglu_backward, x, down, gate_up),
+    ):
+        assert swiglu.hopper.takes(*inputs[:2], F)
+        fused = call(*inputs)
+        for _ in range(5):
+            assert all(map(torch.equal, fused, call(*inputs)))
+        with mock.patch.object(swiglu, "on_hopper", return_value=False):
+            plain = call(*inputs)
+        for ours, theirs in zip(fused, plain, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7)
 
 
 def test_every_kernel_can_be_captured_and_replayed_on_new_data() -> None:

@@ -145,7 +145,7 @@ def test_nvidia(inspect) -> None:
 
 @needs_triton
 @pytest.mark.slow
-def test_attention_for_hopper(inspect) -> None:
+def test_kernels_for_hopper(inspect) -> None:
     pytest.importorskip("triton", minversion="3.6")
     words = "--target sm_90 --kernel hopper --config very_large --precision bf16"
     finished, kernels, _ = inspect(words)
@@ -154,6 +154,8 @@ def test_attention_for_hopper(inspect) -> None:
     assert {name for name, found in products.items() if any("wgmma" in i for i in found)} == {
         "hopper_attention_forward",
         "hopper_attention_backward",
+        "hopper_matmul_swiglu_forward",
+        "hopper_matmul_swiglu_backward",
     }
 
 

@@ -13,7 +13,7 @@ FUSED, ROPE, QKV = (
     "apply_rope-B2 H6 K2 T63 D32",
     "qkv_attention-B2 H6 K2 T63 D32 C72",
 )
-LINEAR, DOWN = "linear-3x63x72x40", "swiglu_linear-3x63x72x40"
+LINEAR, DOWN = "linear-3x63x72x40", "feed_forward-3x63x72x40"
 EMBEDDING = "embedding-63x40 of 11"
 CAUSAL, LONG = "flash_attention-B2 H4 K2 T63 D32 causal", "flash_attention-B1 H3 K1 T129 D64 causal"
 FULL, LOW = "flash_attention-B1 H2 K1 T129 D32 full", "flash_attention-low scores"

@@ -78,7 +78,7 @@ def test_forward_and_gradients_are_as_close_to_fp64_as_the_plain_version(label) 
 HALVED = {
     *("rms_norm-3x63x72", "add_rms_norm-3x63x72", "swiglu-3x63x152", "linear-3x63x72x40"),
     *("qkv_attention-B2 H6 K2 T63 D32 C72", "flash_attention-B2 H4 K2 T63 D32 causal"),
-    *("swiglu_linear-3x63x72x40", "linear_cross_entropy-63x40x311"),
+    *("feed_forward-3x63x72x40", "linear_cross_entropy-63x40x311"),
 }
 
 
@@ -251,7 +251,7 @@ SMALL = {
     "swiglu_fused-1x1x2",
     "apply_rope-B1 H2 K1 T1 D64",
     "qkv_attention-B1 H2 K1 T2 D64 C40",
-    "swiglu_linear-1x1x8x5",
+    "feed_forward-1x1x8x5",
     "embedding-63x40 of 11",
     "flash_attention-B1 H2 K1 T2 D32 causal",
     "linear_cross_entropy-1x8x5",
@@ -340,8 +340,8 @@ def test_autocast_reaches_every_operator(model) -> None:
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
     dtypes = {func.name().split("::")[1]: outs[0].dtype for func, _, outs in seen.ours()}
     assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {
-        "rms_norm", "add_rms_norm", "qkv_attention", "qkv_attention_backward", "swiglu_fused",
-        "swiglu_fused_backward_again",
+        "rms_norm", "add_rms_norm", "qkv_attention", "qkv_attention_backward", "linear_swiglu",
+        "linear_swiglu_backward",
     }  # fmt: skip
     # The residual stream and the loss stay in fp32, and so do the weights' gradients.
     assert dtypes["rms_norm_backward"] == dtypes["linear_cross_entropy"] == torch.float32

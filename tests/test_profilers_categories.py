@@ -157,6 +157,8 @@ def test_every_kernel_of_version_3_has_a_category() -> None:
         "_rope_kernel": "elementwise",
         "_swiglu_forward_kernel": "elementwise",
         "_swiglu_backward_kernel": "elementwise",
+        "_hopper_matmul_swiglu_forward_kernel": "GEMM",
+        "_hopper_matmul_swiglu_backward_kernel": "GEMM",
         "_cross_entropy_kernel": "elementwise",
         "_embedding_backward_kernel": "other",
         "_adamw_step_kernel": "optimizer",

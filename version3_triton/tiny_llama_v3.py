@@ -6,7 +6,8 @@ is a kernel of ours, forward and backward (triton_kernels.py lists them).
                          stream in the same pass
     apply_rope           gone: qkv_attention rotates q and k where the product left them
     Attention            qkv_attention, which reads the K key/value heads without repeating them
-    FeedForward          swiglu_linear takes the gate-up product as it is, and keeps nothing else
+    FeedForward          feed_forward takes the gate-up product as it is, and keeps nothing else;
+                         on Hopper the product computes SwiGLU, too
     Block                hands the residual stream and the last branch on unadded
     TinyLlama            embedding, whose gradient PyTorch would sort the tokens for;
                          linear_cross_entropy, which keeps no logits
@@ -67,7 +68,7 @@ class Fusions:
     """The operators that are kernels. Off means plain PyTorch for that part."""
 
     fuse_norm: bool = True  # rms_norm, add_rms_norm
-    fuse_swiglu: bool = True  # swiglu_linear
+    fuse_swiglu: bool = True  # feed_forward
     fuse_attention: bool = True  # qkv_attention
     fuse_embedding: bool = True  # embedding
     fuse_loss: bool = True  # linear_cross_entropy
@@ -133,12 +134,10 @@ class FeedForward(nn.Module):
         rows = 2 * config.intermediate_dim
         self.gate_up_proj = nn.Linear(config.hidden_dim, rows, bias=False)
         self.down_proj = nn.Linear(config.intermediate_dim, config.hidden_dim, bias=False)
-        self.linear = tk.linear if fusions.fuse_linear else tk.linear_reference
-        self.swiglu_linear = tk.swiglu_linear if fusions.fuse_swiglu else tk.swiglu_linear_reference
+        self.feed_forward = tk.feed_forward if fusions.fuse_swiglu else tk.feed_forward_reference
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.linear(x, self.gate_up_proj.weight)  # (B, T, 2F)
-        return self.swiglu_linear(gate_up, self.down_proj.weight)
+        return self.feed_forward(x, self.gate_up_proj.weight, self.down_proj.weight)
 
 
 class Block(nn.Module):

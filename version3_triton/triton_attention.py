@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from triton_launch import (
-    INTERPRETED,
-    architecture,
+    GLUON,
     autocast_dtype,
     check,
     check_dtypes,
@@ -30,6 +29,7 @@ from triton_launch import (
     launch_options,
     must_repeat,
     new_heads,
+    on_hopper,
     operator,
     tuned,
     wait_for_previous,
@@ -45,7 +45,7 @@ from triton_tiles import dot, load_tile, store_tile
 
 hopper: Any = None  # the module with the kernels for it
 hopper_backward: Any = None
-if not INTERPRETED and tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 6):
+if GLUON:
     import triton_attention_hopper as hopper  # type: ignore[no-redef]
     import triton_attention_hopper_backward as hopper_backward  # type: ignore[no-redef]
 
@@ -411,16 +411,12 @@ def _prepare(
     return tile, inputs, strides, constants
 
 
-def _on_hopper() -> bool:
-    return hopper is not None and architecture() == "sm_90"
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of each query's scores to base 2, (B, H, T)."""
     B, H, T, _ = q.shape
     out = new_heads(q)
     lse = q.new_empty(B, H, T, dtype=torch.float32)
-    if causal and _on_hopper() and hopper.takes(hopper.FORWARD_FROM, q, k, v):
+    if causal and on_hopper() and hopper.takes(hopper.FORWARD_FROM, q, k, v):
         hopper.attend(q, k, v, out, lse, scale * LOG2_E)
         return out, lse
     tile, inputs, strides, constants = _prepare(FORWARD_TILES, q, k, v)
@@ -441,7 +437,7 @@ def attend_backward(
     B, H, T, _ = q.shape
     K = k.shape[1]
     tensors = q, k, v, dout, dk, dv
-    varies = causal and _on_hopper() and hopper.takes(hopper_backward.BACKWARD_FROM, *tensors)
+    varies = causal and on_hopper() and hopper.takes(hopper_backward.BACKWARD_FROM, *tensors)
     if varies and not must_repeat():
         hopper_backward.attend_backward(
             dout, q, k, v, out, lse, scale, scale * LOG2_E, dq, dk, dv, tables

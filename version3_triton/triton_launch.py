@@ -38,6 +38,9 @@ except ImportError:  # before Triton 3.5 no kernel is launched early. 3.4 has de
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 """Whether the kernels run in Triton's interpreter, whose times mean nothing."""
 
+GLUON = not INTERPRETED and tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 6)
+"""Whether there are the modules of kernels for Hopper, which are written in it."""
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Entry = TypeVar("Entry")
@@ -118,6 +121,10 @@ def architecture() -> str:
 def _architecture(device: int) -> str:
     target = triton.runtime.driver.active.get_current_target()
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
+def on_hopper() -> bool:
+    return GLUON and architecture() == "sm_90"
 
 
 @functools.cache

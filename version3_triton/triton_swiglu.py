@@ -1,11 +1,16 @@
 """SwiGLU's element-wise half, silu(gate) * up, in one pass over memory, forward and backward; and
-with the product behind it, which then need not keep its input.
+the feed-forward layer around it, with the products before and behind.
 
 Shapes in the comments:
-    R rows (tokens)   F width of a row   C width of the product's output
+    R rows (tokens)   F width of a row   C width of the layer's input and output
 """
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 from triton_launch import (
+    GLUON,
     as_rows,
     autocast_dtype,
     cdiv,
@@ -15,6 +20,7 @@ from triton_launch import (
     first_order,
     launch_options,
     next_power_of_2,
+    on_hopper,
     operator,
     tuned,
     wait_for_previous,
@@ -24,7 +30,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 from triton_linear import rounded, weight_gradient
+
+hopper: Any = None  # the module with the kernel for it
+if GLUON:
+    import triton_swiglu_hopper as hopper  # type: ignore[no-redef]
 
 # --- kernels ------------------------------------------------------------------------------------
 
@@ -192,14 +203,48 @@ def swiglu_fused_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
 
 
 @operator(
-    "tiny_llama::swiglu_fused_backward_again",
-    fake=lambda dy, gate_up: (gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape)),
+    "tiny_llama::linear_swiglu",
+    fake=lambda x, weight: _results(x, len(weight)),
 )
-def swiglu_fused_backward_again(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient, and what the forward pass returned."""
-    dgate_up, y = gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape)
-    _backward(as_rows(dy), *halves(gate_up), *halves(dgate_up), y)
+def linear_swiglu(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """gate_up = x weight', and SwiGLU of it."""
+    rows, F = as_rows(x), len(weight) // 2
+    if on_hopper() and hopper.takes(rows, weight, F):
+        gate_up, y = _results(x, 2 * F)
+        hopper.forward(rows, weight, as_rows(gate_up), as_rows(y))
+        return gate_up, y
+    gate_up = x @ weight.t()
+    y = gate_up.new_empty(*gate_up.shape[:-1], F)
+    _forward(*halves(gate_up), y)
+    return gate_up, y
+
+
+@operator(
+    "tiny_llama::linear_swiglu_backward",
+    fake=lambda dout, weight, gate_up: _results(gate_up, gate_up.shape[-1]),
+)
+def linear_swiglu_backward(dout: Tensor, weight: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """gate_up's gradient, from that of the layer's output, and SwiGLU of gate_up again."""
+    dgate_up, y = _results(gate_up, gate_up.shape[-1])
+    rows = as_rows(dout)
+    if on_hopper() and hopper.takes(rows, weight, y.shape[-1]):
+        hopper.backward(rows, weight, as_rows(gate_up), as_rows(dgate_up), as_rows(y))
+    else:
+        _backward(as_rows(dout @ weight), *halves(gate_up), *halves(dgate_up), y)
     return dgate_up, y
+
+
+def _results(like: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Empty tensors (..., width) and (..., width / 2)."""
+    return like.new_empty(*like.shape[:-1], width), like.new_empty(*like.shape[:-1], width // 2)
+
+
+@register_flop_formula(
+    [torch.ops.tiny_llama.linear_swiglu, torch.ops.tiny_llama.linear_swiglu_backward]
+)
+def _flops(x_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
+    """Of x (..., C) or dout, and a weight of gate and up or of down."""
+    return 2 * math.prod(x_shape[:-1]) * math.prod(weight_shape)
 
 
 class _Swiglu(torch.autograd.Function):
@@ -226,21 +271,24 @@ class _SwigluFused(torch.autograd.Function):
         return swiglu_fused_backward(dy, *ctx.saved_tensors)
 
 
-class _SwigluLinear(torch.autograd.Function):
+class _FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtypes = gate_up.dtype, weight.dtype
-        gate_up, weight = gate_up.to(dtype), rounded(weight, dtype)
-        ctx.save_for_backward(gate_up, weight)
-        return swiglu_fused_forward(gate_up) @ weight.t()
+    def forward(ctx, x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, dtype: torch.dtype):
+        ctx.dtypes = x.dtype, gate_up_weight.dtype, down_weight.dtype
+        x, up, down = x.to(dtype), rounded(gate_up_weight, dtype), rounded(down_weight, dtype)
+        gate_up, y = linear_swiglu(x, up)
+        ctx.save_for_backward(x, gate_up, up, down)
+        return y @ down.t()
 
     @staticmethod
     @first_order
     def backward(ctx, dout):
-        gate_up, weight = ctx.saved_tensors
-        gate_up_dtype, weight_dtype = ctx.dtypes
-        dgate_up, y = swiglu_fused_backward_again(dout @ weight, gate_up)
-        return dgate_up.to(gate_up_dtype), weight_gradient(dout, y, weight_dtype), None
+        x, gate_up, up, down = ctx.saved_tensors
+        x_dtype, up_dtype, down_dtype = ctx.dtypes
+        dgate_up, y = linear_swiglu_backward(dout, down, gate_up)
+        ddown = weight_gradient(dout, y, down_dtype)
+        del y
+        return (dgate_up @ up).to(x_dtype), weight_gradient(dgate_up, x, up_dtype), ddown, None
 
 
 def _check_halves(op: str, gate_up: Tensor) -> None:
@@ -298,30 +346,34 @@ def swiglu_fused_reference(gate_up: Tensor) -> Tensor:
     return swiglu_reference(*gate_up.chunk(2, dim=-1))
 
 
-def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """`linear(swiglu_fused(gate_up), weight)`, without keeping what lies between.
+def feed_forward(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
+    """`linear(swiglu_fused(linear(x, gate_up_weight)), down_weight)`, and what lies between the
+    last two is not kept.
 
-    The product's backward pass needs its input, (..., F), again: the kernel of SwiGLU's backward
-    pass, which has gate and up at hand, writes it once more.
+    The last product's backward pass needs its input, (..., F), again: the kernel of SwiGLU's
+    backward pass, which has gate and up at hand, writes it once more. On Hopper SwiGLU and its
+    gradient are computed by the product before them (`triton_swiglu_hopper`), if that is large.
 
     Args:
-        gate_up: (..., 2F), as for `swiglu_fused`. weight: (C, F). Under autocast the products are
-            computed in its dtype, else in gate_up's.
+        x: (..., C). gate_up_weight: (2F, C), gate's rows, then up's. down_weight: (O, F). Under
+            autocast the products are computed in its dtype, else in x's.
 
     Returns:
-        (..., C), in the products' dtype.
+        (..., O), in the products' dtype.
 
-    Bytes: (..., F) less to hold from the forward to the backward pass, for one write more.
+    Products: 6 R C F operations forward if O is C, 12 R C F backward.
 
     Raises:
-        TypeError, ValueError: see `swiglu_fused`; shapes that do not fit.
+        TypeError, ValueError: see `triton_launch.check`; gate_up_weight of an odd number of rows;
+            shapes that do not fit.
     """
-    check("swiglu_linear", gate_up=gate_up, weight=weight)
-    _check_halves("swiglu_linear", gate_up)
-    check_shape("swiglu_linear", "weight", weight, "C", gate_up.shape[-1] // 2)
-    return _SwigluLinear.apply(gate_up, weight, autocast_dtype(gate_up))
+    check("feed_forward", x=x, gate_up_weight=gate_up_weight, down_weight=down_weight)
+    check_shape("feed_forward", "gate_up_weight", gate_up_weight, "2F", x.shape[-1])
+    _check_halves("feed_forward", gate_up_weight.t())
+    check_shape("feed_forward", "down_weight", down_weight, "O", len(gate_up_weight) // 2)
+    return _FeedForward.apply(x, gate_up_weight, down_weight, autocast_dtype(x))
 
 
-def swiglu_linear_reference(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """`swiglu_linear`, operation by operation."""
-    return swiglu_fused_reference(gate_up) @ weight.t()
+def feed_forward_reference(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
+    """`feed_forward`, operation by operation."""
+    return swiglu_fused_reference(x @ gate_up_weight.t()) @ down_weight.t()

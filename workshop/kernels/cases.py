@@ -100,8 +100,6 @@ class Case:
     """The number of parts in which the reference is computed, so that it fits into memory."""
     cut: dict[str, int] = field(default_factory=dict)
     """The axis along which an argument or result is cut into them; others are needed whole."""
-    by_kernels: Function | None = None
-    """V3's call, where no single operator of that name is one."""
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -114,7 +112,7 @@ class Case:
 
     def kernel(self, *tensors: Tensor) -> Any:
         """V3's operator."""
-        call = self.by_kernels or getattr(kernels(), self.op)
+        call = getattr(kernels(), self.op)
         return call(*tensors, *self.constants)
 
     def mine(self, place: str) -> Function:
@@ -412,9 +410,6 @@ def feed_forward(N: int, C: int, I: int) -> Case:
     def with_products(swiglu: Function) -> Function:
         return lambda x, gate_up, down: F.linear(swiglu(*F.linear(x, gate_up).chunk(2, -1)), down)
 
-    def by_kernels(x: Tensor, gate_up: Tensor, down: Tensor) -> Any:
-        return kernels().swiglu_linear(kernels().linear(x, gate_up), down)
-
     arguments = {
         "x": Drawn(NORMAL, (N, C)),
         "gate_up": Drawn(NORMAL, (2 * I, C), C**-0.5),
@@ -429,7 +424,6 @@ def feed_forward(N: int, C: int, I: int) -> Case:
         *("feed_forward", (N, C, I), f"{N} x {C} x {I}", arguments, ("y",)),
         *(with_products(plain_swiglu), others, TFLOPS),
         lambda _: {FORWARD: forward, BACKWARD: 2 * forward},
-        by_kernels=by_kernels,
     )
 
 
