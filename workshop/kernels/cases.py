@@ -157,9 +157,8 @@ def liger(name: str, *constants: Any) -> Function:
     return lambda *tensors: call(*tensors, *constants)
 
 
-# Signatures as of quack-kernels 0.6.1 and flash-attn-4 4.0.0b36. From quack 0.6.2 on the import of
-# linear_cross_entropy and mlp fails with nvidia-cutlass-dsl 4.7 and 4.8; beside 0.6.1
-# FlashAttention's backward pass, which uses quack's copies, waits forever.
+# Signatures as of quack-kernels 0.6.5 and flash-attn-4 4.0.0b36. Beside quack 0.6.1 FlashAttention's
+# backward pass, which uses quack's copies, waits forever.
 quack_norm = peer("quack.rmsnorm", "rmsnorm")
 quack_cross_entropy = peer("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
 quack_mlp = peer("quack.mlp", "mlp_func")

@@ -94,12 +94,13 @@ class Row(LabRow):
 
 
 def load(place: Path) -> list[Row]:
-    """The rows of a file, or of the newest session in a folder. Raises WorkshopError: there is
-    none, or a file is broken."""
+    """The rows of a file, or in a folder of the newest session that has a size. Raises
+    WorkshopError: there is none, or a file is broken."""
     found = [run for run in records.load_folder(place, LabRun) if run.lab == KERNELS]
     if not found:
         raise WorkshopError(f"{place}: no result of the kernels' benchmark")
-    return [Row((run,)) for run in found if run.session == found[-1].session]
+    newest = {run.subject: run.session for run in found}
+    return [Row((run,)) for run in found if run.session == newest[run.subject]]
 
 
 def by_op(rows: list[Row]) -> list[list[Row]]:

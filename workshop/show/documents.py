@@ -407,9 +407,10 @@ def _best_kernels(folder: Path) -> str:
          best.other.implementation, f"{best.other.step_ms:.3f} ms", f"{best.gain:.2f}x as fast"]
         for best in kernel_rows.against_fastest(rows)
     ]  # fmt: skip
+    commits = sorted({(row.first.git_commit or "unknown")[:7] for row in rows})
     caption = (
         f"Forward and backward pass together, {rows[0].precision}, "
-        f"{rows[0].first.device['name']}, at the largest size of each operator, replayed from "
+        f"{rows[0].first.device['name']}, commit {' and '.join(commits)}, at the largest size of each operator, replayed from "
         "graphs, on data that the cache does not hold. Only implementations whose results and "
         "gradients are right have a time."
     )
