@@ -243,7 +243,7 @@ def _results(like: Tensor, width: int) -> tuple[Tensor, Tensor]:
     [torch.ops.tiny_llama.linear_swiglu, torch.ops.tiny_llama.linear_swiglu_backward]
 )
 def _flops(x_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
-    """Of x (..., C) or dout, and a weight of gate and up or of down."""
+    """2 M C O of the product of x or dout, (..., C), with a weight of C x O numbers."""
     return 2 * math.prod(x_shape[:-1]) * math.prod(weight_shape)
 
 

@@ -4,11 +4,11 @@
     backward   dh = dout weight;  dgate, dup and y again, from dh, gate and up
 
 An epilogue is what a kernel does with a tile of the product before it writes it. Here it runs while
-the matrix units compute another tile: dh is never stored, and SwiGLU takes hardly any time of its
-own. See `triton_attention_hopper` for what Gluon leaves to the kernel. A program stays on its
-multiprocessor and takes tile after tile. One warp, the producer, fills a ring of slots with tiles
-of the product's factors. Two groups of four warps, the consumers, take turns at the tiles: while
-one is in its epilogue, the other multiplies.
+the matrix units compute another tile: dh is never stored, and SwiGLU adds little time. See
+`triton_attention_hopper` for what Gluon leaves to the kernel. A program stays on its multiprocessor
+and takes tile after tile. One warp, the producer, fills a ring of slots with tiles of the product's
+factors. Two groups of four warps, the consumers, take turns at the tiles: while one is in its
+epilogue, the other multiplies.
 
 Shapes in the comments:
     M tokens   C width of x and dout   F width of gate, up and y
@@ -82,8 +82,8 @@ def _multiply(
     sums, j, a_tiles, b_tiles, full, free, turn, STEPS,
     W: gl.constexpr, FORWARD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Consumer W's product for the program's tile j, when the other one has issued all of its own:
-    a barrier tells a round of the ring from the next one only, and not from the one after it."""
+    """Consumer W's product for the program's tile j, when the other consumer has issued its whole
+    one: a barrier tells a round of the ring from the next one only, not from the one after it."""
     mbarrier.wait(turn.index(W), (j // 2 + W + 1) & 1)
     i = j * STEPS
     for k in range(STEPS):

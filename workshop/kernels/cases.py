@@ -157,8 +157,8 @@ def liger(name: str, *constants: Any) -> Function:
     return lambda *tensors: call(*tensors, *constants)
 
 
-# Signatures as of quack-kernels 0.6.5 and flash-attn-4 4.0.0b36. Beside quack 0.6.1 FlashAttention's
-# backward pass, which uses quack's copies, waits forever.
+# Signatures as of quack-kernels 0.6.5 and flash-attn-4 4.0.0b36. FlashAttention's backward pass
+# uses quack's copies, and beside quack 0.6.1 waits forever.
 quack_norm = peer("quack.rmsnorm", "rmsnorm")
 quack_cross_entropy = peer("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
 quack_mlp = peer("quack.mlp", "mlp_func")

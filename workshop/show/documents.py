@@ -410,9 +410,9 @@ def _best_kernels(folder: Path) -> str:
     commits = sorted({(row.first.git_commit or "unknown")[:7] for row in rows})
     caption = (
         f"Forward and backward pass together, {rows[0].precision}, "
-        f"{rows[0].first.device['name']}, commit {' and '.join(commits)}, at the largest size of each operator, replayed from "
-        "graphs, on data that the cache does not hold. Only implementations whose results and "
-        "gradients are right have a time."
+        f"{rows[0].first.device['name']}, commit {' and '.join(commits)}, at the largest size of "
+        "each operator, replayed from graphs, on data that the cache does not hold. Only "
+        "implementations whose results and gradients are right have a time."
     )
     table = markdown_rows(header, lines, (0, 1, 3))
     others = _behind("Smaller sizes included,", rows)
