@@ -287,7 +287,6 @@ REAL_SIZES = [
     ("rms_norm", drawn((16384, 4096), (4096,)), lambda: {"eps": 1e-5}),
     ("add_rms_norm", drawn((8192, 1024), (8192, 1024), (1024,)), lambda: {"eps": 1e-5}),
     ("swiglu", drawn((8191, 4096), (8191, 4096)), dict),
-    ("swiglu_fused", drawn((8192, 8192)), dict),
     ("apply_rope", drawn((16, 16, 512, 64), (16, 8, 512, 64), how=heads), lambda: tables(512, 64)),
     ("qkv_attention", lambda: (normal(4, 511, 1024), normal(2048, 1024) / 32),
      lambda: tables(511, 64) | {"num_heads": 16, "num_kv_heads": 8}),

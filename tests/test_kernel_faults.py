@@ -8,11 +8,7 @@ pytest.importorskip("triton")
 from kernel_cases import CASES, with_fault, worst_excess
 
 NORM, ADD, SWIGLU = "rms_norm-3x63x72", "add_rms_norm-3x63x72", "swiglu-3x63x152"
-FUSED, ROPE, QKV = (
-    "swiglu_fused-3x63x152",
-    "apply_rope-B2 H6 K2 T63 D32",
-    "qkv_attention-B2 H6 K2 T63 D32 C72",
-)
+ROPE, QKV = "apply_rope-B2 H6 K2 T63 D32", "qkv_attention-B2 H6 K2 T63 D32 C72"
 LINEAR, DOWN = "linear-3x63x72x40", "feed_forward-3x63x72x40"
 EMBEDDING = "embedding-63x40 of 11"
 CAUSAL, LONG = "flash_attention-B2 H4 K2 T63 D32 causal", "flash_attention-B1 H3 K1 T129 D64 causal"
@@ -75,7 +71,7 @@ FAULTS = {
     ),
     # SwiGLU
     "ReLU for SiLU": (SWIGLU, "gate * tl.sigmoid(gate) * up", "tl.maximum(gate, 0.0) * up"),
-    "half of SiLU's derivative": (FUSED, "(s + silu * (1 - s))", "s"),
+    "half of SiLU's derivative": (SWIGLU, "(s + silu * (1 - s))", "s"),
     "gradients exchanged": (SWIGLU, "return dgate, dup", "return dup, dgate"),
     # RoPE
     "rotated the wrong way": (ROPE, "y1 = x1 * cos1 - x2 * sin1", "y1 = x1 * cos1 + x2 * sin1"),

@@ -248,7 +248,6 @@ SMALL = {
     "rms_norm-1x1x64",
     "add_rms_norm-1x1x64",
     "swiglu-1x1x2",
-    "swiglu_fused-1x1x2",
     "apply_rope-B1 H2 K1 T1 D64",
     "qkv_attention-B1 H2 K1 T2 D64 C40",
     "feed_forward-1x1x8x5",

@@ -381,7 +381,7 @@ class _Swiglu(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor, dgate_up_amax: Tensor) -> tuple[Tensor, Tensor]:
-    """triton_swiglu.py's `swiglu_fused`, and its amax.
+    """triton_swiglu.py's `swiglu` of the halves of gate_up, and its amax.
 
     Args:
         dgate_up_amax: came with gate_up; its gradient is the amax of gate_up's.

@@ -2,7 +2,7 @@
 
     triton_rms_norm       rms_norm, add_rms_norm
     triton_rope           apply_rope
-    triton_swiglu         swiglu, swiglu_fused, feed_forward; on Hopper with triton_swiglu_hopper
+    triton_swiglu         swiglu, feed_forward; on Hopper with triton_swiglu_hopper
     triton_attention      flash_attention; on Hopper with the kernels of triton_attention_hopper
     triton_qkv_attention  qkv_attention: product, RoPE and attention around one tensor
     triton_cross_entropy  linear_cross_entropy
@@ -33,7 +33,5 @@ from triton_swiglu import (
     feed_forward,
     feed_forward_reference,
     swiglu,
-    swiglu_fused,
-    swiglu_fused_reference,
     swiglu_reference,
 )

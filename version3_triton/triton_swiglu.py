@@ -180,28 +180,6 @@ def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     return dgate, dup
 
 
-def new_result(gate_up: Tensor) -> Tensor:
-    """An empty (..., F) for (..., 2F)."""
-    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-
-
-@operator("tiny_llama::swiglu_fused", fake=new_result)
-def swiglu_fused_forward(gate_up: Tensor) -> Tensor:
-    y = new_result(gate_up)
-    _forward(*halves(gate_up), y)
-    return y
-
-
-@operator(
-    "tiny_llama::swiglu_fused_backward",
-    fake=lambda dy, gate_up: gate_up.new_empty(gate_up.shape),
-)
-def swiglu_fused_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    dgate_up = gate_up.new_empty(gate_up.shape)
-    _backward(as_rows(dy), *halves(gate_up), *halves(dgate_up))
-    return dgate_up
-
-
 @operator(
     "tiny_llama::linear_swiglu",
     fake=lambda x, weight: _results(x, len(weight)),
@@ -214,7 +192,7 @@ def linear_swiglu(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         hopper.forward(rows, weight, as_rows(gate_up), as_rows(y))
         return gate_up, y
     gate_up = x @ weight.t()
-    y = gate_up.new_empty(*gate_up.shape[:-1], F)
+    y = new_result(gate_up)
     _forward(*halves(gate_up), y)
     return gate_up, y
 
@@ -234,9 +212,15 @@ def linear_swiglu_backward(dout: Tensor, weight: Tensor, gate_up: Tensor) -> tup
     return dgate_up, y
 
 
+def new_result(gate_up: Tensor) -> Tensor:
+    """An empty (..., F) for (..., 2F)."""
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
 def _results(like: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Empty tensors (..., width) and (..., width / 2)."""
-    return like.new_empty(*like.shape[:-1], width), like.new_empty(*like.shape[:-1], width // 2)
+    gate_up = like.new_empty(*like.shape[:-1], width)
+    return gate_up, new_result(gate_up)
 
 
 @register_flop_formula(
@@ -259,18 +243,6 @@ class _Swiglu(torch.autograd.Function):
         return swiglu_backward(dy, *ctx.saved_tensors)
 
 
-class _SwigluFused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        return swiglu_fused_forward(gate_up)
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dy):
-        return swiglu_fused_backward(dy, *ctx.saved_tensors)
-
-
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, dtype: torch.dtype):
@@ -289,12 +261,6 @@ class _FeedForward(torch.autograd.Function):
         ddown = weight_gradient(dout, y, down_dtype)
         del y
         return (dgate_up @ up).to(x_dtype), weight_gradient(dgate_up, x, up_dtype), ddown, None
-
-
-def _check_halves(op: str, gate_up: Tensor) -> None:
-    width = gate_up.shape[-1]
-    if width % 2:
-        raise ValueError(f"{op}: a row of {width} has no two halves: expected (..., 2F)")
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -323,32 +289,9 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
-def swiglu_fused(gate_up: Tensor) -> Tensor:
-    """`swiglu` of the two halves of one product.
-
-    Args:
-        gate_up: (..., 2F): gate in the first half of each row, up in the second.
-
-    Returns:
-        (..., F). The backward pass writes both gradients into one (..., 2F) tensor, so that the
-        product's own backward pass reads it as it is.
-
-    Raises:
-        TypeError, ValueError: see `triton_launch.check`; a row of odd width.
-    """
-    check("swiglu_fused", gate_up=gate_up)
-    _check_halves("swiglu_fused", gate_up)
-    return _SwigluFused.apply(gate_up)
-
-
-def swiglu_fused_reference(gate_up: Tensor) -> Tensor:
-    """`swiglu_fused`, operation by operation."""
-    return swiglu_reference(*gate_up.chunk(2, dim=-1))
-
-
 def feed_forward(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
-    """`linear(swiglu_fused(linear(x, gate_up_weight)), down_weight)`, and what lies between the
-    last two is not kept.
+    """`linear(swiglu(gate, up), down_weight)` of the halves of `linear(x, gate_up_weight)`, which
+    alone are kept.
 
     The last product's backward pass needs its input, (..., F), again: the kernel of SwiGLU's
     backward pass, which has gate and up at hand, writes it once more. On Hopper SwiGLU and its
@@ -369,11 +312,14 @@ def feed_forward(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tens
     """
     check("feed_forward", x=x, gate_up_weight=gate_up_weight, down_weight=down_weight)
     check_shape("feed_forward", "gate_up_weight", gate_up_weight, "2F", x.shape[-1])
-    _check_halves("feed_forward", gate_up_weight.t())
-    check_shape("feed_forward", "down_weight", down_weight, "O", len(gate_up_weight) // 2)
+    F, odd = divmod(len(gate_up_weight), 2)
+    if odd:
+        raise ValueError(f"feed_forward: gate_up_weight has {2 * F + 1} rows, expected (2F, C)")
+    check_shape("feed_forward", "down_weight", down_weight, "O", F)
     return _FeedForward.apply(x, gate_up_weight, down_weight, autocast_dtype(x))
 
 
 def feed_forward_reference(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
     """`feed_forward`, operation by operation."""
-    return swiglu_fused_reference(x @ gate_up_weight.t()) @ down_weight.t()
+    gate, up = (x @ gate_up_weight.t()).chunk(2, dim=-1)
+    return swiglu_reference(gate, up) @ down_weight.t()

@@ -208,10 +208,11 @@ def jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> It
     yield Job(norm, "SUM_BLOCKS", sums, backward)
 
     # SwiGLU
-    gate_up, dswiglu = normal(rows, 2 * F), normal(rows, F)
+    gate, up = normal(rows, 2 * F).chunk(2, dim=1)
+    dswiglu = normal(rows, F)
     for name, call in (
-        ("FORWARD_BLOCKS", lambda: swiglu.swiglu_fused_forward(gate_up)),
-        ("BACKWARD_BLOCKS", lambda: swiglu.swiglu_fused_backward(dswiglu, gate_up)),
+        ("FORWARD_BLOCKS", lambda: swiglu.swiglu_forward(gate, up)),
+        ("BACKWARD_BLOCKS", lambda: swiglu.swiglu_backward(dswiglu, gate, up)),
     ):
         yield Job(swiglu, name, _row_blocks(512, 1024, 2048, 4096), call)
 

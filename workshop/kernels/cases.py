@@ -183,12 +183,11 @@ def row_case(
     plain: Function,
     others: dict[str, Function],
     results: tuple[str, ...] = ("y",),
-    halves: int = 1,
 ) -> Case:
-    """An operator on tensors (rows, halves x width), and on the weights of a row if there is a
-    "weight". `passes`: tensors (rows, width) that forward and backward read and write in all."""
+    """An operator on tensors (rows, width), and on the weights of a row if there is a "weight".
+    `passes`: such tensors that forward and backward read and write in all."""
     rows, width = size
-    drawn = {name: Drawn(NORMAL, (rows, halves * width)) for name in arguments}
+    drawn = {name: Drawn(NORMAL, (rows, width)) for name in arguments}
     with_weight = "weight" in arguments
     if with_weight:
         drawn["weight"] = Drawn(WEIGHT, (width,))
@@ -259,20 +258,6 @@ def swiglu(rows: int, width: int) -> Case:
     dup)."""
     others = {"F.silu, product": pytorch_swiglu, LIGER: liger("LigerSiLUMulFunction")}
     return row_case("swiglu", (rows, width), (3, 5), ("gate", "up"), plain_swiglu, others)
-
-
-def swiglu_fused(rows: int, width: int) -> Case:
-    """The same, gate and up being the halves of one (rows, 2 width)."""
-
-    def of_halves(function: Function) -> Function:
-        return lambda gate_up: function(*gate_up.chunk(2, dim=-1))
-
-    others = {
-        "F.silu, product": of_halves(pytorch_swiglu),
-        LIGER: liger("LigerFusedGateUpSiLUMulFunction"),
-    }
-    plain, sizes = of_halves(plain_swiglu), ((rows, width), (3, 5))
-    return row_case("swiglu_fused", *sizes, ("gate_up",), plain, others, halves=2)
 
 
 # --- rotary embedding and attention --------------------------------------------------------------
@@ -513,7 +498,6 @@ OPS = {
     "add_rms_norm": Sizes(add_rms_norm, draw_rows, _NORMS, _ODD_ROWS),
     "apply_rope": Sizes(apply_rope, draw_heads, (_MEDIUM,), _ODD_HEADS),
     "swiglu": Sizes(swiglu, draw_rows, _SWIGLU, _ODD_ROWS),
-    "swiglu_fused": Sizes(swiglu_fused, draw_rows, _SWIGLU, _ODD_ROWS),
     "flash_attention": Sizes(flash_attention, draw_heads, (_MEDIUM, *_LONG), _ODD_HEADS),
     "qkv_attention": Sizes(qkv_attention, draw_heads, (_MEDIUM, _LONG[0]), _ODD_HEADS),
     "feed_forward": Sizes(feed_forward, draw_layer, _LAYERS, _ODD_LAYERS),
