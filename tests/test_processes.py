@@ -79,18 +79,25 @@ def test_sigterm_is_a_ctrl_c_and_what_follows_it_is_ignored(capsys) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     saved = []
 
+    def worker_died(*_: object) -> None:
+        raise RuntimeError("DataLoader worker is killed by signal: Terminated.")
+
     def work() -> int:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
         except KeyboardInterrupt:  # a batch system may signal more than once, while we save
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
                 os.kill(os.getpid(), number)
             saved.append("all")
             raise
         return errors.DONE
 
-    assert errors.exit_status(work, interrupted="interrupted: saved") == 130
+    of_children = signal.signal(signal.SIGCHLD, worker_died)
+    try:
+        assert errors.exit_status(work, interrupted="interrupted: saved") == 130
+    finally:
+        signal.signal(signal.SIGCHLD, of_children)
     assert saved == ["all"]
     assert capsys.readouterr().err == "interrupted: saved\n"
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
