@@ -306,7 +306,7 @@ def all_table(rows: Iterable[LabRow]) -> tables.Table:
                  f"{plain.verdict}, {fast.verdict}"]  # fmt: skip
         lines.append(tables.Line(cells, "red" if plain.failed or fast.failed else None))
         notes += [f"{name}: {row.note}" for row in (plain, fast) if row.note]
-        title = f"{first.units_per_step} images, {first.options['precision']}, "
+        title = f"{first.units_per_step} images, {first.options['precision']}, one process each, "
         title += str(first.device["name"])
     header = ("network", "plain images/s", "fast images/s", "speed-up", "of ceiling", "verdict")
     return tables.Table(title, header, lines, notes, left=(0, 5))
