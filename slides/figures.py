@@ -14,6 +14,7 @@ from workshop.compare import sweep as sweeps
 from workshop.compare.rows import ratio
 from workshop.errors import WorkshopError
 from workshop.gate import plausibility
+from workshop.kernels.cases import OPS
 from workshop.kernels.rows import Row, against_fastest
 from workshop.profilers import advisor, picture, timeline
 from workshop.roofline import ceilings, inputs
@@ -304,7 +305,7 @@ def kernels(measured: Measured) -> Shown:
     """V3's operators at their largest size against the fastest other that is right."""
     gains: dict[str, float] = {}
     for path, runs in measured.all.kernels.items():
-        its = [Row((run,)) for run in runs]
+        its = [row for row in (Row((run,)) for run in runs) if row.op in OPS]
         gains |= {best.ours.op: best.gain for best in against_fastest(its)}
         device = runs[0].device.get("name")
         measured.use([path], f"forward and backward, {its[0].precision}, {device}")

@@ -263,8 +263,8 @@ def test_a_wrong_finding_is_red_and_says_where_to_look(inspected) -> None:
 def test_ones_own_benchmark_goes_before_the_reference(inspected) -> None:
     def written(sizes: str = "", **ceilings: float | None) -> None:
         """The participant's file: the reference's rows without some."""
-        (path,) = records.files_in(ROOT / "results/reference/nvidia_h200/kernels")
-        comparison = records.load(path)
+        recorded, *_ = records.files_in(ROOT / "results/reference/nvidia_h200/kernels")
+        comparison = records.load(recorded)
         kept = [run for run in comparison.runs if isinstance(run, LabRun) and sizes in run.subject]
         comparison.runs = [dataclasses.replace(run, **ceilings) for run in kept]
         comparison.write(records.path_in(inspected / "kernels", comparison.session))

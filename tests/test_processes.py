@@ -96,6 +96,7 @@ def test_sigterm_is_a_ctrl_c_and_what_follows_it_is_ignored(capsys) -> None:
     of_children = signal.signal(signal.SIGCHLD, worker_died)
     try:
         assert errors.exit_status(work, interrupted="interrupted: saved") == 130
+        assert signal.getsignal(signal.SIGCHLD) is worker_died
     finally:
         signal.signal(signal.SIGCHLD, of_children)
     assert saved == ["all"]

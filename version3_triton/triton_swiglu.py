@@ -146,7 +146,7 @@ def _forward(gate: Tensor, up: Tensor, y: Tensor) -> None:
     )
 
 
-def _backward(
+def launch_backward(
     dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, y: Tensor | None = None
 ) -> None:
     """All are (R, F) with contiguous rows; y, if it is to be computed again, is contiguous."""
@@ -176,7 +176,7 @@ def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
 )
 def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     dgate, dup = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-    _backward(*_all_as_rows(dy, gate, up, dgate, dup))
+    launch_backward(*_all_as_rows(dy, gate, up, dgate, dup))
     return dgate, dup
 
 
@@ -208,7 +208,7 @@ def linear_swiglu_backward(dout: Tensor, weight: Tensor, gate_up: Tensor) -> tup
     if on_hopper() and hopper.takes(rows, weight, y.shape[-1]):
         hopper.backward(rows, weight, as_rows(gate_up), as_rows(dgate_up), as_rows(y))
     else:
-        _backward(as_rows(dout @ weight), *halves(gate_up), *halves(dgate_up), y)
+        launch_backward(as_rows(dout @ weight), *halves(gate_up), *halves(dgate_up), y)
     return dgate_up, y
 
 
@@ -258,9 +258,11 @@ class _FeedForward(torch.autograd.Function):
         x, gate_up, up, down = ctx.saved_tensors
         x_dtype, up_dtype, down_dtype = ctx.dtypes
         dgate_up, y = linear_swiglu_backward(dout, down, gate_up)
-        ddown = weight_gradient(dout, y, down_dtype)
+        ddown = weight_gradient(dout, y, down_dtype) if ctx.needs_input_grad[2] else None
         del y
-        return (dgate_up @ up).to(x_dtype), weight_gradient(dgate_up, x, up_dtype), ddown, None
+        dx = (dgate_up @ up).to(x_dtype) if ctx.needs_input_grad[0] else None
+        dup = weight_gradient(dgate_up, x, up_dtype) if ctx.needs_input_grad[1] else None
+        return dx, dup, ddown, None
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -312,10 +314,10 @@ def feed_forward(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tens
     """
     check("feed_forward", x=x, gate_up_weight=gate_up_weight, down_weight=down_weight)
     check_shape("feed_forward", "gate_up_weight", gate_up_weight, "2F", x.shape[-1])
-    F, odd = divmod(len(gate_up_weight), 2)
-    if odd:
-        raise ValueError(f"feed_forward: gate_up_weight has {2 * F + 1} rows, expected (2F, C)")
-    check_shape("feed_forward", "down_weight", down_weight, "O", F)
+    rows = len(gate_up_weight)
+    if rows % 2:
+        raise ValueError(f"feed_forward: gate_up_weight has {rows} rows, expected (2F, C)")
+    check_shape("feed_forward", "down_weight", down_weight, "O", rows // 2)
     return _FeedForward.apply(x, gate_up_weight, down_weight, autocast_dtype(x))
 
 

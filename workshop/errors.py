@@ -146,7 +146,7 @@ def _signals_raise() -> Iterator[None]:
         for number in before:
             signal.signal(number, signal.SIG_IGN)
         # The system ends a DataLoader's workers, too, and its handler of that would raise as well.
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
         raise KeyboardInterrupt
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

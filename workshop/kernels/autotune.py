@@ -208,11 +208,11 @@ def jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> It
     yield Job(norm, "SUM_BLOCKS", sums, backward)
 
     # SwiGLU
-    gate, up = normal(rows, 2 * F).chunk(2, dim=1)
-    dswiglu = normal(rows, F)
+    halves, dhalves = (normal(rows, 2 * F).chunk(2, dim=1) for _ in range(2))
+    dswiglu, again = normal(rows, F), normal(rows, F)
     for name, call in (
-        ("FORWARD_BLOCKS", lambda: swiglu.swiglu_forward(gate, up)),
-        ("BACKWARD_BLOCKS", lambda: swiglu.swiglu_backward(dswiglu, gate, up)),
+        ("FORWARD_BLOCKS", lambda: swiglu.swiglu_forward(*halves)),
+        ("BACKWARD_BLOCKS", lambda: swiglu.launch_backward(dswiglu, *halves, *dhalves, again)),
     ):
         yield Job(swiglu, name, _row_blocks(512, 1024, 2048, 4096), call)
 

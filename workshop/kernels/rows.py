@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from workshop import records
 from workshop.errors import WorkshopError
-from workshop.kernels.cases import BACKWARD, BOTH, FORWARD, GBS, HOST, OURS, TFLOPS, UNITS
+from workshop.kernels.cases import BACKWARD, BOTH, FORWARD, GBS, HOST, OPS, OURS, TFLOPS, UNITS
 from workshop.labs import KERNELS, LabRow, LabRun
 from workshop.results import FAIL, PASS, SKIPPED
 from workshop.run import timing
@@ -94,13 +94,18 @@ class Row(LabRow):
 
 
 def load(place: Path) -> list[Row]:
-    """The rows of a file, or in a folder of the newest session that has a size. Raises
-    WorkshopError: there is none, or a file is broken."""
-    found = [run for run in records.load_folder(place, LabRun) if run.lab == KERNELS]
+    """The rows of a file; or of a folder, for each size of an operator that there is, precision and
+    device those of the newest session. Raises WorkshopError: none is found, or a file is broken."""
+    runs = (run for run in records.load_folder(place, LabRun) if run.lab == KERNELS)
+    found = [row for row in (Row((run,)) for run in runs) if row.op in OPS]
     if not found:
         raise WorkshopError(f"{place}: no result of the kernels' benchmark")
-    newest = {run.subject: run.session for run in found}
-    return [Row((run,)) for run in found if run.session == newest[run.subject]]
+
+    def what(row: Row) -> tuple[str, str, object]:
+        return row.first.subject, row.precision, row.first.device.get("name")
+
+    newest = {what(row): row.first.session for row in found}
+    return [row for row in found if row.first.session == newest[what(row)]]
 
 
 def by_op(rows: list[Row]) -> list[list[Row]]:

@@ -407,10 +407,9 @@ def _best_kernels(folder: Path) -> str:
          best.other.implementation, f"{best.other.step_ms:.3f} ms", f"{best.gain:.2f}x as fast"]
         for best in kernel_rows.against_fastest(rows)
     ]  # fmt: skip
-    commits = sorted({(row.first.git_commit or "unknown")[:7] for row in rows})
     caption = (
         f"Forward and backward pass together, {rows[0].precision}, "
-        f"{rows[0].first.device['name']}, commit {' and '.join(commits)}, at the largest size of "
+        f"{rows[0].first.device['name']}, {_commits(rows)}, at the largest size of "
         "each operator, replayed from graphs, on data that the cache does not hold. Only "
         "implementations whose results and gradients are right have a time."
     )
@@ -422,8 +421,13 @@ def _best_kernels(folder: Path) -> str:
 def _drawn_kernels(folder: Path) -> str:
     rows = kernel_rows.load(folder)
     run = rows[0].first
-    where = f"{run.device['name']}, {rows[0].precision}, sizes drawn by seed {run.options['seed']}"
+    where = f"{run.device['name']}, {rows[0].precision}, {_commits(rows)}"
+    where += f", sizes drawn by seed {run.options['seed']}"
     return _behind(f"At sizes that no tile was tuned for ({where})", rows)
+
+
+def _commits(rows: list[kernel_rows.Row]) -> str:
+    return "commit " + " and ".join(sorted({(row.first.git_commit or "?")[:7] for row in rows}))
 
 
 def _behind(beginning: str, rows: list[kernel_rows.Row]) -> str:
