@@ -163,9 +163,9 @@ def test_sessions_are_not_mixed_and_the_newest_counts() -> None:
     assert (found["v2"].session, found["v2"].speedup.value) == ("20260301", 3.0)
     # Nor does a later process alone, which gives no interval, unless it failed.
     several, alone = session("20260301", 150.0, "v2", "v2"), session("20260401", 100.0, "v2")
-    assert by_label(several + alone)["v2"].session == "20260301"
-    alone[0].status = "gate failed"
-    assert by_label(several + alone)["v2"].session == "20260401"
+    for status, newest in {"complete": "03", "interrupted": "03", "gate failed": "04"}.items():
+        alone[0].status = status
+        assert by_label(several + alone)["v2"].session == f"2026{newest}01", status
 
 
 def test_what_failed_or_was_refused_has_no_numbers_and_costs_its_own_row_only() -> None:

@@ -281,7 +281,7 @@ def _rate(request: Request, result: RunResult) -> str:
     line = f"{rate:,.3g} TFLOP/s"
     if result.peak_tflops:
         share, peak = rate / result.peak_tflops, result.peak_tflops
-        line += f", {share:.1%} of {peak:,.3g} ({result.peak_source})"
         if share > 1 and not result.plausibility:
-            line += "; the peak was measured while other programs ran"
+            return f"{line}, share unknown: other programs ran while the peak was measured"
+        line += f", {share:.1%} of {peak:,.3g} ({result.peak_source})"
     return line

@@ -232,7 +232,8 @@ def _newest(runs: list[RunResult], baselines: Mapping[str, object]) -> list[RunR
 
     def rank(item: tuple[str, list[RunResult]]) -> tuple[bool, bool, str]:
         session, own = item
-        return session in baselines, len(own) > 1 or own[0].status != "complete", session
+        alone = len(own) == 1 and own[0].status in ("complete", "interrupted")
+        return session in baselines, not alone, session
 
     return max(grouped(runs, lambda run: run.session).items(), key=rank)[1]
 

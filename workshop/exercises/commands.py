@@ -137,7 +137,10 @@ def _verdict(one: Sheet, outcome: Outcome, new: set[str]) -> Group:
     if outcome.missing is not None:
         lines.append(Text(f"Not on this machine: {printable(outcome.missing)}", style="yellow"))
     elif outcome.passed:
+        unjudged = sum(not item.counted for item in outcome.items)
         lines.append(Text(f"Passed: all {outcome.green} green", style="bold green"))
+        if unjudged:
+            lines.append(Text(f"Not judged: {unjudged} marked --", style="yellow"))
     else:
         # No total: what a red Item holds back is not known yet.
         lines.append(Text(f"{outcome.green} green, {outcome.red} red", style="bold red"))

@@ -61,7 +61,9 @@ _TITLE: Mapping[str, Any] = {"loc": "left", "fontweight": "bold", "fontsize": 14
 def throughput(rows: Sequence[Row]) -> Bars:
     """Tokens a second, with the speed-up over V1."""
     words = [
-        _without_number(row) or row.speedup_text().replace("no significant", "no") for row in rows
+        _without_number(row)
+        or row.speedup_text().replace("no significant difference", "not significant")
+        for row in rows
     ]
     words = ["" if text in ("-", "baseline") else text for text in words]
     rates = [row.tokens_per_s for row in rows]
@@ -340,7 +342,7 @@ def _rung_words(step: Step) -> str:
     words = f"{step.step_ms:,.2f} ms"
     if step.saved_ms is None:
         return words
-    return f"{words}   {-step.saved_ms:+,.2f}   {ratio(step.gain, 'no difference')}"
+    return f"{words}   {-step.saved_ms:+,.2f}   {ratio(step.gain, 'not significant')}"
 
 
 def _plot_rung_memory(axis: Any, waterfall: Waterfall) -> None:

@@ -39,7 +39,11 @@ class Group:
 
     @property
     def size(self) -> str:
-        return printable(f"{self.preset}, {self.rows[0].precision}")
+        """With the tokens of a step where no preset names them."""
+        run = self.runs[0][0].run
+        own = self.preset != run.config_name
+        tokens = f", {run.batch_size} x {run.seq_len} tokens" if own else ""
+        return printable(f"{self.preset}{tokens}, {self.rows[0].precision}")
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -210,7 +214,7 @@ def _in_a_word(row: Row | None, baseline: Row | None) -> str:
         return step
     elsewhere = baseline is not None and row.session != baseline.session
     over = f" over {row.speedup.value * row.step_ms:,.2f} ms" if elsewhere else ""
-    return f"{step}, {speedup.replace('no significant difference', 'no difference')}{over}"
+    return f"{step}, {speedup.replace('no significant difference', 'not significant')}{over}"
 
 
 def speedups(groups: Sequence[Group]) -> list[Chart]:

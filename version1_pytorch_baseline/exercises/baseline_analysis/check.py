@@ -57,7 +57,7 @@ def share_of_peak(run: RunResult) -> float:
 
 def least_ms(m: Measured) -> float:
     """Time of a step's operations at the peak of the later run."""
-    if share_of_peak(m.later) > 1:
+    if share_of_peak(m.later) > 1 or impossible_times(m):
         raise NotCompared("not judged: other programs ran while the peak was measured")
     return gflop(m.later) / (m.later.peak_tflops or float("nan"))
 
@@ -150,7 +150,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     ),
     Found(
         "found.step_ms", "the time of a step", "ms", lambda m: quiet_ms(m, m.later),
-        "The line `batch` of the summary: the median, of the later of the two runs.",
+        "The line `step` of the summary: the median, of the later of the two runs.",
     ),
     Found(
         "found.tokens_per_s", "tokens a second", "tokens/s",
