@@ -6,8 +6,8 @@ is a kernel of ours, forward and backward (triton_kernels.py lists them).
                          stream in the same pass
     apply_rope           gone: qkv_attention rotates q and k where the product left them
     Attention            qkv_attention, which reads the K key/value heads without repeating them
-    FeedForward          feed_forward: both products and SwiGLU, of which the first product's result
-                         alone is kept; on Hopper SwiGLU lies in two products of ours
+    FeedForward          feed_forward: both products and SwiGLU; it keeps the first product's result
+                         alone, and on Hopper two products are kernels that compute SwiGLU as well
     Block                hands the residual stream and the last branch on unadded
     TinyLlama            embedding, whose gradient PyTorch would sort the tokens for;
                          linear_cross_entropy, which keeps no logits

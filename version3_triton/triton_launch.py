@@ -39,7 +39,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "
 """Whether the kernels run in Triton's interpreter, whose times mean nothing."""
 
 GLUON = not INTERPRETED and tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 6)
-"""Whether there are the modules of kernels for Hopper, which are written in it."""
+"""Whether Gluon is there, Triton's lower level, in which the kernels for Hopper are written."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -105,7 +105,7 @@ def _multiply(
 
 @gluon.jit
 def _quarter(sums, Q: gl.constexpr):
-    """Above left, below left, above right, below right."""
+    """A quarter of the sums: above left, below left, above right or below right."""
     rows = sums.reshape([2, HALF, TILE]).permute((1, 2, 0)).split()[Q % 2]
     columns = rows.reshape([HALF, 2, HALF]).permute((0, 2, 1)).split()[Q // 2]
     return gl.convert_layout(columns, QUARTER)
@@ -134,7 +134,8 @@ def _rounded(x):
 
 @gluon.jit
 def _write(x, out, row, column, tile):
-    """By way of one of two tiles in turn: the one before may still be on its way."""
+    """Copies x to `out` by way of a tile. Calls alternate between two tiles, so that the copy from
+    the other one may still be under way."""
     tma.store_wait(1)
     tile.store(x.to(tile.dtype))
     fence_async_shared()
@@ -178,7 +179,7 @@ def _finish_backward(
     mbarrier.wait(arrived.index(2 * W + Q % 2), Q // 2)
     gate = gate_tile.load(QUARTER)
     up = up_tile.load(QUARTER)
-    tma.store_wait(0)  # the quarter before is no more read from its tiles
+    tma.store_wait(0)  # the tiles of the quarter before have been read
     if Q == 1 or Q == 2:
         _fetch(gate_up, tiles, arrived, m, n, F, W, Q + 1)
     gate = gate.to(gl.float32)

@@ -94,8 +94,12 @@ class Row(LabRow):
 
 
 def load(place: Path) -> list[Row]:
-    """The rows of a file; or of a folder, for each size of an operator that there is, precision and
-    device those of the newest session. Raises WorkshopError: none is found, or a file is broken."""
+    """The rows of a file or a folder: for each size, precision and device those of the newest
+    session. Operators that the benchmark no longer has are left out.
+
+    Raises:
+        WorkshopError: nothing is found, or a file is broken.
+    """
     runs = (run for run in records.load_folder(place, LabRun) if run.lab == KERNELS)
     found = [row for row in (Row((run,)) for run in runs) if row.op in OPS]
     if not found:
