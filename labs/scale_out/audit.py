@@ -150,13 +150,25 @@ def train_reference(
     """Trains V1 in this process alone on whole batches; `seed` is of sketches and fingerprint."""
     exact = dataclasses.replace(setting, precision=get_precision("fp32", setting.device))
     truth = _train(exact, batches, learning_rate, seed)
-    is_exact = setting.precision.name == "fp32"
-    own = truth if is_exact else _train(setting, batches, learning_rate, seed)
-    return Reference(truth, audit.errors_of(own, truth), "V1 in fp32", exact=True)
+    own = fused = truth
+    if setting.precision.name != "fp32":
+        own = fused = _train(setting, batches, learning_rate, seed)
+    if setting.precision.autocast_dtype:
+        fused = _train(setting, batches, learning_rate, seed, fused_attention=True)
+    return Reference(truth, audit.errors_of(own, truth, fused), "V1 in fp32", exact=True)
 
 
-def _train(setting: Setting, batches: Tensor, learning_rate: float, seed: int) -> Course:
+def _train(
+    setting: Setting,
+    batches: Tensor,
+    learning_rate: float,
+    seed: int,
+    *,
+    fused_attention: bool = False,
+) -> Course:
     model, losses = _v1(setting), []
+    if fused_attention:
+        audit.fuse_attention(model)
     canonical.load_canonical(model, canonical.canonical_state(setting.config, setting.seed))
     optimizer = versions.load(versions.BASELINE).configure_optimizer(model, learning_rate)
     sequences, seq_len = gate_size.of_setting(setting)

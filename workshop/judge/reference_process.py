@@ -75,6 +75,7 @@ def _train(pipe: Pipe, setting: parity.Setting, asked: Message) -> None:
         asked.tensors["batches"].long(),
         values["learning_rate"],
         in_higher_precision=values["exact"],
+        fused_attention=values["fused"],
         probe_seed=values["probe_seed"],
         seed=values["sketch_seed"],
     )

@@ -37,6 +37,8 @@ class Round:
     """V1's run in higher precision."""
     own: Course | None = None
     """V1's run at the candidates' precision: its timed run, or one of the reference process."""
+    fused: Course | None = None
+    """V1's run at that precision with fused attention, where this rounds its outputs."""
     why: str = f"{NOT_AUDITED}: V1 did not train these batches"
     """The reason why the round has no reference yet."""
 
@@ -149,8 +151,10 @@ class References:
         first = self._own_errors is None
         if first:
             made.exact = self._train(made, exact=True)
+            if made.exact and self.setting.precision.autocast_dtype:
+                made.fused = self._train(made, fused=True)
         if (again or not self._v1_is_timed) and (made.exact or not first):
-            self.lead(made, self._train(made, exact=False))
+            self.lead(made, self._train(made))
         return made
 
     def draw(self, steps: int, warmup: int | None = None) -> Tensor:
@@ -167,13 +171,14 @@ class References:
         timed = self._source.draw(steps=steps, seed=_secret(), **shape)
         return torch.cat((known, timed)).int()
 
-    def _train(self, made: Round, *, exact: bool) -> Course | None:
+    def _train(self, made: Round, *, exact: bool = False, fused: bool = False) -> Course | None:
         with self._v1() as process:
             process.ask(
                 "train",
                 {"batches": made.batches},
                 learning_rate=self.learning_rate,
                 exact=exact,
+                fused=fused,
                 probe_seed=made.probe_seed,
                 sketch_seed=made.sketch_seed,
             )
@@ -187,7 +192,7 @@ class References:
         """Takes V1's run at the candidates' precision."""
         made.own = own
         if own is not None and made.exact is not None:
-            self._own_errors = audit.errors_of(own, made.exact)
+            self._own_errors = audit.errors_of(own, made.exact, made.fused or own)
 
     def reference(self, made: Round) -> Reference | None:
         """The reference of a round's runs; None before V1 has trained on its batches."""
