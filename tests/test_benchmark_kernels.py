@@ -297,6 +297,15 @@ def test_one_that_gives_no_answer_costs_the_others_nothing(v3, monkeypatch) -> N
     judge.stop()
 
 
+def test_after_a_capture_that_failed_a_process_measures_no_other_case(monkeypatch) -> None:
+    judge = measure.Judge(make_setting(), 0, a_run())
+    note = f"backward timed launch by launch: {calls.NO_GRAPH} (operation not permitted)"
+    monkeypatch.setattr(judge, "_measure", lambda _, runs: measure.add_note(runs[-1], note))
+    ended = []
+    monkeypatch.setattr(judge, "stop", lambda: ended.append(True))
+    assert judge.measure(small_case("swiglu")) and ended
+
+
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, None]:
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=True)

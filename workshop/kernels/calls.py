@@ -25,6 +25,7 @@ from workshop.kernels.cases import (
 from workshop.run.precision import Precision
 
 GRADIENT = "gradient of "  # and the argument's name
+NO_GRAPH = "no graph can be captured"
 
 Outcome = dict[str, Tensor | None]
 """Results and gradients by name; None for what is missing or has another shape."""

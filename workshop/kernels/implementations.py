@@ -22,6 +22,7 @@ from torch import Tensor
 from workshop import errors
 from workshop.judge.pipe import Message, Pipe
 from workshop.kernels.calls import (
+    NO_GRAPH,
     Data,
     Outcome,
     Setting,
@@ -331,9 +332,9 @@ class Program:
             self._begin, self._run = begin, self._graph(self._run)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:
+        except RuntimeError as error:
             torch.cuda.synchronize(self._setting.device)
-            return "no graph can be captured"
+            return f"{NO_GRAPH} ({str(error).strip().partition(chr(10))[0]:.80})"
         return ""
 
     def _graph(self, work: Callable[[], object]) -> Callable[[], object]:

@@ -39,6 +39,7 @@ from workshop.judge.process import Process
 from workshop.kernels.calls import (
     GRADIENT,
     LAYOUTS,
+    NO_GRAPH,
     Data,
     Setting,
     draw_data,
@@ -220,6 +221,8 @@ class Judge:
                 break
         for name, why in lost.items():
             drop(runs[name], "failed" if name in (OURS, MINE) else "skipped", why)
+        if any(NO_GRAPH in str(run.metrics.get("note")) for run in runs.values()):
+            self.stop()  # PyTorch's allocator no longer gives its cache back when memory runs out
         for run in runs.values():
             self._settle(case, run)
         return list(runs.values())
