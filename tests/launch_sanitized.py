@@ -2,9 +2,11 @@
 
     python tests/launch_sanitized.py {attend,swiglu}_{forward,backward} [fault]
 
-ConSan checks what compute-sanitizer cannot see: that whoever touches a tile in shared memory, the
-copy engine and wgmma included, was told by a barrier that the one before is done with it. With
-`fault` one wait of the forward kernels is taken out first. Run by test_gpu.py.
+ConSan checks what compute-sanitizer cannot see: that a warp, the copy engine or wgmma touches a
+tile in shared memory only after a barrier has signalled the end of its earlier use. With `fault`
+one wait of the forward kernels is taken out first. Three consumers, which attention has from 4,096
+tokens on, and sums of keys' gradients that several programs add are not launched. Run by
+test_gpu.py.
 """
 
 import os
@@ -34,7 +36,7 @@ def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-    """ConSan's notes on who may touch what."""
+    """The memory that ConSan asks for."""
     return torch.zeros(size, device="cuda", dtype=torch.int8)
 
 

@@ -1,11 +1,12 @@
 """The audit: did the processes of the timed run together train V1's model?
 
-The gate runs before the clock, on other batches. After the clock has stopped, the workshop's
-audit (workshop/gate/audit.py) compares the training itself with V1's on the whole batches: the loss
-of every step, the movement of every weight, and AdamW's first moments, a mean of the last gradients
+The gate runs before the clock, on other batches. After the clock has stopped, the workshop's audit
+(workshop/gate/audit.py) compares the training itself with V1's on the whole batches: the loss of
+every step, the movement of every weight, and AdamW's first moments, a mean of the last gradients
 (ZeRO releases the gradients in the update). V1 trains in the study's own process, or of a training
 alone in the first one, with a separate step: in fp32, and for a lower precision also at that one,
-whose distance sets the tolerance. In a study's later repeats V1 trains at that precision alone.
+with its own attention and with PyTorch's, whose distances set the tolerance. In a study's later
+repeats V1 trains at that precision alone.
 
 V1 needs 16 bytes a parameter, for weights, gradients and moments, and room for one sequence: where
 the whole batch does not fit, it passes fewer at once and adds up their gradients.
@@ -151,10 +152,11 @@ def train_reference(
     exact = dataclasses.replace(setting, precision=get_precision("fp32", setting.device))
     truth = _train(exact, batches, learning_rate, seed)
     own = fused = truth
-    if setting.precision.name != "fp32":
-        own = fused = _train(setting, batches, learning_rate, seed)
-    if setting.precision.autocast_dtype:
-        fused = _train(setting, batches, learning_rate, seed, fused_attention=True)
+    if not setting.in_fp32:
+        own, fused = (
+            _train(setting, batches, learning_rate, seed, fused_attention=fused_attention)
+            for fused_attention in (False, True)
+        )
     return Reference(truth, audit.errors_of(own, truth, fused), "V1 in fp32", exact=True)
 
 

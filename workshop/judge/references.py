@@ -38,7 +38,7 @@ class Round:
     own: Course | None = None
     """V1's run at the candidates' precision: its timed run, or one of the reference process."""
     fused: Course | None = None
-    """V1's run at that precision with fused attention, where this rounds its outputs."""
+    """V1's run at that precision with fused attention; in fp32 none."""
     why: str = f"{NOT_AUDITED}: V1 did not train these batches"
     """The reason why the round has no reference yet."""
 
@@ -151,8 +151,9 @@ class References:
         first = self._own_errors is None
         if first:
             made.exact = self._train(made, exact=True)
-            if made.exact and self.setting.precision.autocast_dtype:
+            if made.exact and not self.setting.in_fp32:
                 made.fused = self._train(made, fused=True)
+                made.exact = made.exact if made.fused else None
         if (again or not self._v1_is_timed) and (made.exact or not first):
             self.lead(made, self._train(made))
         return made
@@ -185,7 +186,7 @@ class References:
             answer = process.answer("course", "no memory")
             if answer.kind == "course":
                 return wire.to_course(answer)
-        made.why = f"{NOT_AUDITED}: no memory for V1 in higher precision"
+        made.why = f"{NOT_AUDITED}: no memory to train V1, in higher precision and at its own"
         return None
 
     def lead(self, made: Round, own: Course | None) -> None:

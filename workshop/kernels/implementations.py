@@ -334,7 +334,8 @@ class Program:
             raise
         except RuntimeError as error:
             torch.cuda.synchronize(self._setting.device)
-            return f"{NO_GRAPH} ({str(error).strip().partition(chr(10))[0]:.80})"
+            cause = error.__context__ or error  # the end of such a capture raises, too
+            return f"{NO_GRAPH} ({str(cause).strip().partition(chr(10))[0]:.80})"
         return ""
 
     def _graph(self, work: Callable[[], object]) -> Callable[[], object]:

@@ -52,8 +52,8 @@ STARTUP_TEXT = """\
 
 Seconds to compile and capture, and the number of steps after which they are paid back against V1.
 "beside 6 others": six other processes compiled at the same time. At medium an earlier comparison
-had filled the compilers' caches: the first use of a version takes as long as at small there, and
-more. `make report` has the other precisions."""
+had filled the compilers' caches; without them a version needs at least as long as at small.
+`make report` has the other precisions."""
 LADDER_CONFIGS, LADDER_PRECISION = ("small", "medium"), "bf16"
 FP8_CHIPS = ("H200 SXM", "B200", "MI300X")
 HOT_KERNELS = 6
