@@ -94,8 +94,8 @@ class Row(LabRow):
 
 
 def load(place: Path) -> list[Row]:
-    """The rows of a file or a folder: for each size, precision and device those of the newest
-    session. Operators that the benchmark no longer has are left out.
+    """The rows of a file or a folder, operators in the benchmark's order: for each size, precision
+    and device those of the newest session. Operators that it no longer has are left out.
 
     Raises:
         WorkshopError: nothing is found, or a file is broken.
@@ -109,7 +109,8 @@ def load(place: Path) -> list[Row]:
         return row.first.subject, row.precision, row.first.device.get("name")
 
     newest = {what(row): row.first.session for row in found}
-    return [row for row in found if row.first.session == newest[what(row)]]
+    rows = [row for row in found if row.first.session == newest[what(row)]]
+    return sorted(rows, key=lambda row: [*OPS].index(row.op))
 
 
 def by_op(rows: list[Row]) -> list[list[Row]]:

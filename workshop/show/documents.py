@@ -427,7 +427,7 @@ def _drawn_kernels(folder: Path) -> str:
 
 
 def _commits(rows: list[kernel_rows.Row]) -> str:
-    return "commit " + " and ".join(sorted({(row.first.git_commit or "?")[:7] for row in rows}))
+    return "commit " + ", ".join(sorted({(row.first.git_commit or "?")[:7] for row in rows}))
 
 
 def _behind(beginning: str, rows: list[kernel_rows.Row]) -> str:
