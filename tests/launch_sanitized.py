@@ -38,33 +38,39 @@ def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.zeros(size, device="cuda", dtype=torch.int8)
 
 
-def launch_attention(backward: bool) -> None:
-    """Each form of the kernel, whatever the length that it is meant for."""
-    forms = [(D, [form], 2**31) for D, forms in attention.FORWARD.items() for form in forms]
-    if backward:
-        forms = [(64, [], 2**31), (128, [], 2**31), (128, [], 1)]
-    for D, form, attention_backward.APART_FROM in forms:
-        q, k, v, dout = (new(1, heads, 333, D) for heads in (2, 1, 1, 2))
-        out, lse = torch.empty_like(q), new(1, 2, 333, dtype=torch.float32)
-        if backward:
-            gradients = map(torch.empty_like, (q, k, v))
-            attention_backward.attend_backward(
-                dout, q, k, v, out.zero_(), lse, 0.1, 0.1, *gradients, None
-            )
-        else:
-            attention.FORWARD = {D: form}
+def heads(D: int) -> tuple[Tensor, ...]:
+    """q, k, v, an output, its log-sum-exps and its gradient."""
+    q, k, v, out, dout = (new(1, H, 333, D) for H in (2, 1, 1, 2, 2))
+    return q, k, v, out, new(1, 2, 333, dtype=torch.float32), dout
+
+
+def attend_forward() -> None:
+    """In each form, whatever the length that it is meant for."""
+    for D, forms in attention.FORWARD.items():
+        for form in forms:
+            attention.FORWARD[D] = [form]
+            q, k, v, out, lse, _ = heads(D)
             attention.attend(q, k, v, out, lse, 0.1)
 
 
-def launch_swiglu(backward: bool) -> None:
-    """One program with eight or four tiles, and more steps than slots."""
-    swiglu.multiprocessors = lambda device: 1
-    swiglu.FORWARD_STAGES = swiglu.BACKWARD_STAGES = 2  # for each, ConSan adds code
-    M, C, F = 250, 192, 256
-    if backward:
-        swiglu.backward(new(M, C), new(C, F), new(M, 2 * F), new(M, 2 * F), new(M, F))
-    else:
-        swiglu.forward(new(M, C), new(2 * F, C), new(M, 2 * F), new(M, F))
+def attend_backward() -> None:
+    for D, apart_from in ((64, 2**31), (128, 2**31), (128, 1)):
+        attention_backward.APART_FROM = apart_from
+        q, k, v, out, lse, dout = heads(D)
+        gradients = map(torch.empty_like, (q, k, v))
+        attention_backward.attend_backward(dout, q, k, v, out, lse, 0.1, 0.1, *gradients, None)
+
+
+# SwiGLU: one program with eight or four tiles, and more steps than slots, which are two.
+M, C, F = 250, 192, 256
+
+
+def swiglu_forward() -> None:
+    swiglu.forward(new(M, C), new(2 * F, C), new(M, 2 * F), new(M, F))
+
+
+def swiglu_backward() -> None:
+    swiglu.backward(new(M, C), new(C, F), new(M, 2 * F), new(M, 2 * F), new(M, F))
 
 
 def main(kernel: str, fault: str = "") -> None:
@@ -79,8 +85,10 @@ def main(kernel: str, fault: str = "") -> None:
         function, wait = WAITS[kernel]
         assert function.src.count(wait) == 1
         function._unsafe_update_src(function.src.replace(wait, "pass"))
-    name, direction = kernel.split("_")
-    {"attend": launch_attention, "swiglu": launch_swiglu}[name](direction == "backward")
+    swiglu.multiprocessors = lambda device: 1
+    swiglu.FORWARD_STAGES = swiglu.BACKWARD_STAGES = 2  # for each, ConSan adds code
+    launches = (attend_forward, attend_backward, swiglu_forward, swiglu_backward)
+    {launch.__name__: launch for launch in launches}[kernel]()
     torch.cuda.synchronize()
     print("launched")
 

@@ -31,6 +31,10 @@ CONFIG = V1.TinyLlamaConfig(
     num_kv_heads=2,
     max_seq_len=64,
 )
+LONG = dataclasses.replace(
+    CONFIG, hidden_dim=128, intermediate_dim=512, num_layers=12, num_heads=2, num_kv_heads=1,
+    max_seq_len=512,
+)  # fmt: skip
 STEPS, GATED = 26, 8
 """The steps of a run as compare_versions.py times it on a CPU, and those that the gate trains."""
 RATE = 3e-4
@@ -39,25 +43,27 @@ PRECISIONS = ("fp32", "bf16", *FLOAT8)
 Fault = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 
-def setting(precision: str, seed: int = 0) -> Setting:
+def setting(precision: str, seed: int = 0, *, long: bool = False) -> Setting:
     of = get_precision(precision, CPU, LADDER)
+    if long:
+        return Setting(LONG, of, CPU, seed, batch_size=1, seq_len=512)
     return Setting(CONFIG, of, CPU, seed, batch_size=4, seq_len=64)
 
 
-def batches(seed: int, batch_size: int = 4, seq_len: int = 64) -> torch.Tensor:
-    shape = {"batch_size": batch_size, "seq_len": seq_len, "vocab_size": 300}
-    return data.text_batches(data.read_corpus(), steps=STEPS, seed=seed, **shape)
+def batches(of: Setting) -> torch.Tensor:
+    shape = {"batch_size": of.batch_size, "seq_len": of.seq_len, "vocab_size": 300}
+    return data.text_batches(data.read_corpus(), steps=STEPS, seed=of.seed, **shape)
 
 
 def course(key: str, of: Setting, fault: Fault | None = None) -> Course:
     """The course of a version's run, with a fault in its model or optimizer."""
     module = versions.load(key)
-    model = module.TinyLlama(module.TinyLlamaConfig(**vars(CONFIG)))
-    canonical.load_canonical(model, canonical.canonical_state(CONFIG, of.seed))
+    model = module.TinyLlama(module.TinyLlamaConfig(**vars(of.config)))
+    canonical.load_canonical(model, canonical.canonical_state(of.config, of.seed))
     optimizer = module.configure_optimizer(model, RATE)
     if fault is not None:
         fault(model, optimizer)
-    runner = trainer.Runner(model, optimizer, batches(of.seed), of.precision, cuda_graph=False)
+    runner = trainer.Runner(model, optimizer, batches(of), of.precision, cuda_graph=False)
     for _ in range(STEPS):
         runner.advance()
     losses = runner.losses()
@@ -71,12 +77,12 @@ def fp8_on_cpu() -> Iterator[None]:
 
 
 @functools.cache
-def v1_runs(precision: str, seed: int) -> tuple[Course, Course, Course]:
+def v1_runs(precision: str, seed: int, long: bool) -> tuple[Course, Course, Course]:
     """V1's in higher precision, at its own, and at its own with fused attention."""
-    of = setting(precision, seed)
+    of = setting(precision, seed, long=long)
     truth, fused = (
         audit.train_v1(
-            *(of, batches(of.seed), RATE),
+            *(of, batches(of), RATE),
             in_higher_precision=exact,
             fused_attention=not exact,
             probe_seed=PROBE_SEED,
@@ -88,9 +94,11 @@ def v1_runs(precision: str, seed: int) -> tuple[Course, Course, Course]:
     return truth, own, own if of.in_fp32 else fused
 
 
-def reference(precision: str, seed: int = 0, *, exact: bool = True) -> Reference:
+def reference(
+    precision: str, seed: int = 0, *, exact: bool = True, long: bool = False
+) -> Reference:
     """A first repeat's; or V1's own run, as of a later one, with the errors of the first."""
-    truth, own, fused = v1_runs(precision, seed)
+    truth, own, fused = v1_runs(precision, seed, long)
     return Reference(truth if exact else own, audit.errors_of(own, truth, fused), "V1", exact)
 
 
@@ -283,42 +291,28 @@ def test_below_fp32_v1_also_trains_with_fused_attention(precision) -> None:
         assert not torch.equal(made.fused.gradients[name], made.own.gradients[name])
 
 
-@pytest.fixture
-def over_512_tokens(monkeypatch) -> Iterator[Setting]:
-    config = dataclasses.replace(
-        CONFIG, hidden_dim=128, intermediate_dim=512, num_layers=12, num_heads=2, num_kv_heads=1,
-        max_seq_len=512,
-    )  # fmt: skip
-    of = dataclasses.replace(setting("bf16"), config=config, batch_size=1, seq_len=512)
-    monkeypatch.setitem(globals(), "CONFIG", config)
-    monkeypatch.setitem(globals(), "setting", lambda *_: of)
-    monkeypatch.setitem(globals(), "batches", functools.partial(batches, batch_size=1, seq_len=512))
-    v1_runs.cache_clear()
-    yield of
-    v1_runs.cache_clear()
-
-
 @pytest.mark.slow
-def test_what_rounded_outputs_cost_the_scores_gradients_is_allowed(over_512_tokens) -> None:
+def test_what_rounded_outputs_cost_the_scores_gradients_is_allowed() -> None:
     """And what they don't is found: a gradient of half the size, late in the run."""
-    of, judge = over_512_tokens, audit.judge
-    v1, v2 = (judge(course(key, of), reference("bf16"), of) for key in ("v1", "v2"))
+    of, judge = setting("bf16", long=True), audit.judge
+    first, later = (reference("bf16", exact=exact, long=True) for exact in (True, False))
+    v1, v2 = (judge(course(key, of), first, of) for key in ("v1", "v2"))
     assert v1.status == v2.status == "pass", v2.failures
     name, error, _ = v2.closest() or ("", 0.0, 0.0)
     assert audit.of_scores(name) and error > 0.2, "nothing cancels here: the test shows nothing"
     for factor in (0.0, 0.5):
         name = "layers.5.self_attn.qkv_proj.weight"
-        found = course("v2", of, late(scaled_gradient(name, of.config.hidden_dim, factor)))
-        for exact in (True, False):
-            failures = judge(found, reference("bf16", exact=exact), of).failures
-            part = "part of layers.5.self_attn.q_proj.weight's gradient along V1's"
-            assert any(part in failure for failure in failures), (factor, exact, failures)
+        found = course("v2", of, late(scaled_gradient(name, LONG.hidden_dim, factor)))
+        for against in (first, later):
+            failures = judge(found, against, of).failures
+            part = "part along V1's of the gradient of layers.5.self_attn.q_proj.weight"
+            assert any(part in failure for failure in failures), (factor, against.exact, failures)
 
 
 def test_a_run_of_v1_that_lost_a_step_is_red_itself() -> None:
     """Else it would allow all others twice as much."""
     of = setting("bf16")
-    truth, _, fused = v1_runs("bf16", 0)
+    truth, _, fused = v1_runs("bf16", 0, False)
     frozen = course("v1", of, skips(lambda step: True))
     against = Reference(truth, audit.errors_of(frozen, truth, fused), "V1", exact=True)
     assert audit.judge(frozen, against, of).status == "fail"

@@ -186,7 +186,7 @@ class References:
             answer = process.answer("course", "no memory")
             if answer.kind == "course":
                 return wire.to_course(answer)
-        made.why = f"{NOT_AUDITED}: no memory to train V1, in higher precision and at its own"
+        made.why = f"{NOT_AUDITED}: no memory to train V1"
         return None
 
     def lead(self, made: Round, own: Course | None) -> None:

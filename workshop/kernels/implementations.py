@@ -192,7 +192,7 @@ def _peak_mb(case: Case, function: Function, data: Data) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def _reason(error: Exception, warned: list[str]) -> str:
+def _reason(error: BaseException, warned: list[str]) -> str:
     """Why an implementation did not run, in one line. SDPA gives its reasons as warnings."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
@@ -335,7 +335,7 @@ class Program:
         except RuntimeError as error:
             torch.cuda.synchronize(self._setting.device)
             cause = error.__context__ or error  # the end of such a capture raises, too
-            return f"{NO_GRAPH} ({str(cause).strip().partition(chr(10))[0]:.80})"
+            return f"{NO_GRAPH} ({_reason(cause, [])})"
         return ""
 
     def _graph(self, work: Callable[[], object]) -> Callable[[], object]:
