@@ -320,7 +320,7 @@ def _hopper_attention_backward_kernel(
 
 # --- configurations -----------------------------------------------------------------------------
 
-BACKWARD_FROM = {64: 2048, 128: 2048}  # as FORWARD_FROM of `triton_attention_hopper`
+BACKWARD_FROM = {64: 1280, 128: 1024}  # as FORWARD_FROM of `triton_attention_hopper`
 # Heads of a group x tokens from which each head goes to a program of its own (D 128): programs that
 # take all of them one by one drift apart, and no longer find in the cache what others read.
 APART_FROM = 16384
