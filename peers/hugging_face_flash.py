@@ -15,11 +15,34 @@ if __name__ == "__main__":
 
     leave_if_missing("hf-flash")
 
-from hugging_face_llama import CHOICES, TinyLlama, TinyLlamaConfig, configure_optimizer
+from typing import Any
 
-CHOICES["attn_implementation"] = "flash_attention_4"
+import torch
+from hugging_face_llama import CHOICES, TinyLlama, TinyLlamaConfig, configure_optimizer
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 __all__ = ["TinyLlama", "TinyLlamaConfig", "configure_optimizer"]
+
+
+@torch.compiler.disable  # kernels in CuTe, which the compiler can't trace
+def attend(
+    module: Any, query: Tensor, *tensors: Any, position_ids: Any = None, **options: Any
+) -> Any:
+    """FlashAttention, but in fp32, which it does not take and the gate asks for once, SDPA.
+
+    It does not get the position_ids: by those of a single sequence transformers would ask the
+    device whether it is several, and a graph's capture does not allow to wait for that.
+    """
+    flash = torch.is_autocast_enabled(query.device.type)
+    function = flash_attention_forward if flash else sdpa_attention_forward
+    return function(module, query, *tensors, **options)
+
+
+CHOICES["attn_implementation"] = "flash_attention_4"
+AttentionInterface.register("flash_attention_4", attend)
 
 if __name__ == "__main__":
     from workshop.cli import main
