@@ -51,9 +51,8 @@ STARTUP_TEXT = """\
 ## The first step
 
 Seconds to compile and capture, and the number of steps after which they are paid back against V1.
-"beside 6 others": six other processes compiled at the same time. At medium an earlier comparison
-had filled the compilers' caches; without them a version needs at least as long as at small.
-`make report` has the other precisions."""
+"beside 6 others": six other processes compiled at the same time. `make report` has the other
+precisions."""
 LADDER_CONFIGS, LADDER_PRECISION = ("small", "medium"), "bf16"
 FP8_CHIPS = ("H200 SXM", "B200", "MI300X")
 HOT_KERNELS = 6
@@ -171,7 +170,8 @@ def _beside_peers(rows: list[Row], runs: list[RunResult]) -> str:
         for row in rows
         if row.version in ("v3", "v4") and row.session == best.session
     ]
-    return f"Beside the fastest peer at {best.config}, {best.version}: {', '.join(ratios)}."
+    beside = f"Beside the session's fastest peer at {best.config}, {best.version}"
+    return f"{beside}: {', '.join(ratios)}."
 
 
 def _spreads(runs: list[RunResult], configs: list[str]) -> str:
@@ -422,7 +422,8 @@ def _drawn_kernels(folder: Path) -> str:
     rows = kernel_rows.load(folder)
     run = rows[0].first
     where = f"{run.device['name']}, {rows[0].precision}, {_commits(rows)}"
-    where += f", sizes drawn by seed {run.options['seed']}"
+    operators = ", ".join({row.op: None for row in rows})
+    where += f", drawn by seed {run.options['seed']}, of {operators}"
     return _behind(f"At sizes that no tile was tuned for ({where})", rows)
 
 
