@@ -124,6 +124,7 @@ def test_each_stage_has_its_fault_and_no_other(found) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_times_of_a_gpu_show_what_the_interpreter_can_not(found) -> None:
     metrics = {key: result.metrics() for key, result in found.items()}
     healthy = metrics["stage6"]
