@@ -151,6 +151,9 @@ def test_a_ladders_numbers_are_its_result_files(written, size) -> None:
                   if one.startswith(f"{size[0]}: ") and f", {size[1]}, " in one)  # fmt: skip
     table = parsed.tables.get((heading, "Saved of V1's step, in ms"), [])
     saved = {row[0]: row[1:] for row in table}
+    (glance,) = parsed.named("Median step and speed-up over V1")
+    (line,) = (row for row in glance if row[0] == f"{size[0]}, {size[1]}")
+    in_a_word = dict(zip((title.split(":")[0] for title in glance[0]), line, strict=True))
     ran = [key for key in versions.ALL if runs_of(*size, key)]
     assert [row[0] for row in fast] == [row[0] for row in verdicts] == ran and len(ran) >= 4
     baseline = runs_of(*size, "v1")
@@ -172,6 +175,7 @@ def test_a_ladders_numbers_are_its_result_files(written, size) -> None:
         audited = all(run.get("audit", {}).get("status") == "pass" for run in runs)
         gate = ("pass" if audited else "not audited") + (" *" if size[0] == "large" else "")
         assert checked[1:4] == [gate, f"{tensors}/{tensors}", losses]
+        assert in_a_word[shown[0]].endswith("†") == (shown[0] != "v1" and not audited)
         assert checked[4] == f"{max(run['memory_mb']['peak'] for run in runs):,.0f}"
         worst = max(m["error"] / m["allowed"] for m in first["gate"]["measures"].values())
         assert checked[8] == f"{worst:.0%}"

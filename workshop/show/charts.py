@@ -177,14 +177,12 @@ def losses_chart(
     curves: Mapping[str, Sequence[float]],
     differences: Mapping[str, Sequence[float]],
     files: tuple[Path, ...],
-    caution: str,
 ) -> Chart:
     """All versions' losses over each other, and below them their differences from V1's.
 
     Args:
         curves: the loss of each step by version, NaN where it was not finite.
         differences: of the versions whose loss should be V1's.
-        caution: a sentence on the differences, or nothing.
     """
     ends: dict[int, list[str]] = {}
     for label, own in curves.items():
@@ -196,7 +194,7 @@ def losses_chart(
             f"{label} {max((abs(d) for d in own if not math.isnan(d)), default=math.nan):.2g}"
             for label, own in differences.items()
         )
-        alt += f" Largest difference from V1 at any step: {', '.join(largest)}. {caution}".rstrip()
+        alt += f" Largest difference from V1 at any step: {', '.join(largest)}."
 
     def draw() -> Any:
         shown = [(curves, "loss"), (differences, "minus V1's")][: 2 if differences else 1]

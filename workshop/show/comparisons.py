@@ -11,6 +11,7 @@ from workshop.compare.sweep import Curve, Point, Sweep
 from workshop.compare.waterfall import Step, Waterfall
 from workshop.errors import printable
 from workshop.results import FAIL
+from workshop.run import precision
 from workshop.run.interpreter import NOT_COMPARABLE
 from workshop.tables import SAME, Line, Report, Table, number
 
@@ -64,7 +65,8 @@ def group_tables(group: list[Row]) -> list[Table]:
     if steps:
         last = f", {max(steps)}" if len(steps) == 1 else ""
         first = "loss: in step 1, the first of the warm-up, and in the last timed step"
-        notes = [f"{first}{last}", *notes]
+        caution = precision.of_losses(group[0].precision)
+        notes = [f"{first}{last}", *([caution] if caution else []), *notes]
     return [
         Table(title(group), SPEED_HEADER, speed),
         Table("verdict and cost", PROOF_HEADER, proof, notes, continues=True),

@@ -51,8 +51,9 @@ STARTUP_TEXT = """\
 ## The first step
 
 Seconds to compile and capture, and the number of steps after which they are paid back against V1.
-"beside 6 others": six other processes compiled at the same time. `make report` has the other
-precisions."""
+"beside 6 others": six other processes compiled at the same time. "-": of a single process, or
+without V1; "unknown": the speed-up is not significant or has no interval. `make report` has the
+other precisions."""
 LADDER_CONFIGS, LADDER_PRECISION = ("small", "medium"), "bf16"
 FP8_CHIPS = ("H200 SXM", "B200", "MI300X")
 HOT_KERNELS = 6
@@ -350,6 +351,7 @@ def performance(recorded: Recorded) -> str:
     ]
     if glance := ladders.at_a_glance(reference.groups):
         parts += ["## The ladder at a glance", f"{glance.title}:", tables.markdown_body(glance)]
+        parts.append(precision.of_losses("fp16"))
     parts += [_studies(recorded.folder), _startup(recorded)]
     parts += map(_best_kernels, sorted(recorded.folder.glob("*/kernels")))
     parts += map(_drawn_kernels, sorted(recorded.folder.glob("*/kernels_drawn")))

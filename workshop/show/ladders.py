@@ -13,7 +13,7 @@ from workshop.compare import rows as measured
 from workshop.compare.rows import Row, size_name, variant
 from workshop.errors import printable
 from workshop.results import FAIL, RunResult
-from workshop.run import precision, presets
+from workshop.run import presets
 from workshop.show import charts, comparisons
 from workshop.show.drawing import Chart
 from workshop.show.sections import LADDERS, Section, add_roofline, file_links, row_alarms
@@ -171,8 +171,7 @@ def _losses(group: Group) -> Iterator[Chart]:
         and version != BASELINE
         and not measured.trained_differently([run, first[BASELINE]])
     }
-    caution = precision.of_losses(group.rows[0].precision)
-    yield charts.losses_chart("losses", curves, differences, group.files, caution)
+    yield charts.losses_chart("losses", curves, differences, group.files)
 
 
 def _finite(run: RunResult) -> list[float]:
@@ -197,7 +196,10 @@ def at_a_glance(groups: Sequence[Group], anchors: Sequence[str] = ()) -> Table |
         others = (_in_a_word(plain.get(key), plain.get(BASELINE)) for key in keys)
         lines.append(Line([first, *others], "red" if bad else None))
     header = ["size", *(f"{key}: {ALL[key].title}" for key in keys)]
-    title = "Median step and speed-up over V1; where V1 is not that of the line, its step is named"
+    title = (
+        "Median step and speed-up over V1 (none: V1 was not in the comparison); where V1 is not "
+        "that of the line, its step is named; †: the gate passed, the timed run was not audited"
+    )
     return Table(title, header, lines)
 
 
@@ -214,7 +216,8 @@ def _in_a_word(row: Row | None, baseline: Row | None) -> str:
         return step
     elsewhere = baseline is not None and row.session != baseline.session
     over = f" over {row.speedup.value * row.step_ms:,.2f} ms" if elsewhere else ""
-    return f"{step}, {speedup.replace('no significant difference', 'not significant')}{over}"
+    mark = "" if row.audit == "pass" else " †"
+    return f"{step}, {speedup.replace('no significant difference', 'not significant')}{over}{mark}"
 
 
 def speedups(groups: Sequence[Group]) -> list[Chart]:
