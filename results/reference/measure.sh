@@ -121,6 +121,8 @@ measure() {
     ladder)
       compare "$FOLDER" --config small medium large --precision bf16 --repeats 5 \
         --versions "${VERSIONS[@]}" "${PEERS[@]}"
+      compare "$FOLDER" --config long --precision bf16 --jobs 5 \
+        --versions v1 v3 v4 hf-graph hf-flash
       ;;
     float8)
       # Gates at large need most of the memory. One process each, or their bf16 would replace the
