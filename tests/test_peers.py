@@ -1,6 +1,7 @@
 """Peers: other people's code is V1's model too, and is measured like a version."""
 
 import dataclasses
+import importlib
 import importlib.metadata
 import subprocess
 import sys
@@ -32,6 +33,20 @@ def test_it_is_one_graph_to_the_compiler(odd_config) -> None:
     tokens = torch.randint(odd_config.vocab_size, (2, 9))
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert compiled(tokens, tokens).item() == pytest.approx(model(tokens, tokens).item())
+
+
+@pytest.mark.parametrize("in_16_bit", [True, False])
+def test_flash_attention_gets_16_bit_numbers_alone(monkeypatch, in_16_bit) -> None:
+    monkeypatch.syspath_prepend(versions.get_version("hf-flash").path.parent)
+    llama = importlib.import_module("hugging_face_llama")
+    monkeypatch.setitem(llama.CHOICES, "attn_implementation", "sdpa")  # and again afterwards
+    flash, called = importlib.import_module("hugging_face_flash"), []
+    for name in ("flash_attention_forward", "sdpa_attention_forward"):
+        monkeypatch.setattr(flash, name, lambda *_, name=name, **more: called.append((name, more)))
+    with torch.autocast("cpu", torch.bfloat16, enabled=in_16_bit):
+        flash.attend(None, torch.zeros(1), None, position_ids=torch.zeros(1), scaling=0.5)
+    kernel = "flash" if in_16_bit else "sdpa"
+    assert called == [(f"{kernel}_attention_forward", {"scaling": 0.5})]
 
 
 @pytest.mark.parametrize(
