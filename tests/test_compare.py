@@ -166,6 +166,10 @@ def test_sessions_are_not_mixed_and_the_newest_counts() -> None:
     for status, newest in {"complete": "03", "interrupted": "03", "gate failed": "04"}.items():
         alone[0].status = status
         assert by_label(several + alone)["v2"].session == f"2026{newest}01", status
+    # An older process alone that failed gives way to a newer one.
+    failed = session("20260201", 150.0, "v2")
+    failed[0].status = "failed"
+    assert by_label(failed + session("20260301", 100.0, "v2"))["v2"].session == "20260301"
 
 
 def test_what_failed_or_was_refused_has_no_numbers_and_costs_its_own_row_only() -> None:

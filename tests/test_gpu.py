@@ -87,12 +87,14 @@ def test_the_gate_raises_no_false_alarm_across_wide_models(seed, key, name) -> N
     assert curve.error < 0.75 * curve.allowed, curve
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32", "tf32", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "seeds"), [("bf16", 20), ("fp32", 5), ("tf32", 5), ("fp16", 5)]
+)
 @pytest.mark.parametrize("key", versions.available())
-def test_the_gate_raises_no_false_alarm(key, precision) -> None:
+def test_the_gate_raises_no_false_alarm(key, precision, seeds) -> None:
     sizes = presets.get_preset("tiny").model() | {"num_layers": 2}
     alarms, closest = [], 0.0
-    for seed in range(5):
+    for seed in range(seeds):
         report = check(key, sizes, precision, seed)
         alarms += report.failures
         worst = report.worst[1]

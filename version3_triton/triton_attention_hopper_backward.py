@@ -320,9 +320,9 @@ def _hopper_attention_backward_kernel(
 
 # --- configurations -----------------------------------------------------------------------------
 
-BACKWARD_FROM = {64: 1280, 128: 1024}  # as FORWARD_FROM of `triton_attention_hopper`
-# Heads of a group x tokens from which each head goes to a program of its own (D 128): programs that
-# take all of them one by one drift apart, and no longer find in the cache what others read.
+BACKWARD_FROM = {64: 1280, 128: 1024}  # as FORWARD_FROM of `triton_attention_hopper`, on an H200
+# Heads of a group x tokens from which each head has a separate program (D 128): programs that take
+# all of them one by one drift apart, and no longer find in the cache what others read.
 APART_FROM = 16384
 BACKWARD_TOKENS_AT_ONCE = 2**15  # see `triton_attention`
 ROWS_OF_32_BITS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)

@@ -39,7 +39,7 @@ class Row:
     Only a row whose `status` is "timed" has times. A "failed" one (its gate or audit failed, or it
     ended in an error) has no numbers, nor has a "skipped" one, which this machine can't run; an
     "interpreted" one has the gate's gradients alone. `note` says why. `speedup` is V1's median step
-    over this one's in the same session; its interval is None with one process of either.
+    over this one's in the same session; with one process of either it has no interval.
     """
 
     version: str
@@ -230,12 +230,17 @@ def _compared(run: RunResult) -> tuple[object, ...]:
 def _newest(runs: list[RunResult], baselines: Mapping[str, object]) -> list[RunResult]:
     """The runs of the newest session, as `build_rows` prefers them."""
 
-    def rank(item: tuple[str, list[RunResult]]) -> tuple[bool, bool, str]:
-        session, own = item
-        alone = len(own) == 1 and own[0].status in ("complete", "interrupted")
-        return session in baselines, not alone, session
-
-    return max(grouped(runs, lambda run: run.session).items(), key=rank)[1]
+    sessions = grouped(runs, lambda run: run.session)
+    newest = max(sessions, key=lambda session: (session in baselines, session))
+    own = sessions[newest]
+    if len(own) == 1 and own[0].status in ("complete", "interrupted"):
+        several = (
+            session
+            for session, its in sessions.items()
+            if len(its) > 1 and (session in baselines) == (newest in baselines)
+        )
+        newest = max(several, default=newest)
+    return sessions[newest]
 
 
 def _order(row: Row) -> tuple[object, ...]:

@@ -3,8 +3,8 @@
 The gate runs before the clock, on other steps. The audit looks at the timed run itself: a
 fingerprint of the weights, with whose arrival the judge's clock stops; then the loss of each step,
 how far and in which direction each weight has moved, and the last step's gradients, at the run's
-own batch, length, compile mode and graph. All are compared with V1's on the same batches, of which
-no process knew the timed ones before its clock started.
+own batch, length, compile mode and graph. All are compared with V1's on the same batches. No
+process knows the timed ones before its clock starts.
 
 In a comparison's first repeat the reference is V1 in higher precision, trained in a separate
 process. As in the gate, the tolerance is a multiple of V1's own distance from it at the precision

@@ -154,9 +154,10 @@ def _ladder_cells(row: Row | None) -> list[str]:
 
 
 def _beside_peers(rows: list[Row], runs: list[RunResult]) -> str:
-    """V3 and V4 against the fastest peer of their session, at one size. Empty where no peer has a
+    """V3 and V4 against the fastest peer of V3's session, at one size. Empty where no peer has a
     graph: one without it may wait for the host, and a ratio would say little about the code."""
-    peers = [row for row in rows if row.version in PEERS and row.step_ms]
+    sessions = [row.session for row in rows if row.version == "v3"]
+    peers = [r for r in rows if r.version in PEERS and r.step_ms and r.session in sessions]
     if not any(PEERS[row.version].cuda_graph for row in peers):
         return ""
     best = min(peers, key=lambda row: row.step_ms or math.inf)
