@@ -86,8 +86,9 @@ class Drawn:
 def recorded_noise() -> dict[str, Noise]:
     cells = defaultdict(list)
     for run in records.load_folder(H200 / "runs", RunResult):
-        cells[f"{run.version} {run.config_name} {run.precision}"].append(run)
-    return {cell: Noise(runs) for cell, runs in cells.items()}
+        if run.status == "complete":
+            cells[f"{run.version} {run.config_name} {run.precision} {run.session}"].append(run)
+    return {cell: Noise(runs) for cell, runs in cells.items() if len(runs) > 1}
 
 
 def simulate(
