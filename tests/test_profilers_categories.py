@@ -160,6 +160,7 @@ def test_every_kernel_of_version_3_has_a_category() -> None:
         "_hopper_matmul_swiglu_forward_kernel": "GEMM",
         "_hopper_matmul_swiglu_backward_kernel": "GEMM",
         "_cross_entropy_kernel": "elementwise",
+        "_cross_entropy_backward_kernel": "elementwise",
         "_embedding_backward_kernel": "other",
         "_adamw_step_kernel": "optimizer",
         "_adamw_kernel": "optimizer",

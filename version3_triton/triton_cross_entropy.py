@@ -29,54 +29,102 @@ from triton_linear import has_wide_products
 # A chunk has 4096 tokens, which fill the chip with a product; more while its logits are few.
 CHUNK_ROWS = 4096
 CHUNK_LOGITS = 2**26
-ALIGNED = 8  # words: cuBLAS multiplies matrices several times as fast if all sides are multiples
+# Words: cuBLAS multiplies matrices several times as fast if all sides are multiples, and the loss's
+# kernel takes 8 neighbours at once.
+ALIGNED = 8
 
 
-# --- kernel -------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits_ptr, targets_ptr, losses_ptr, stride, R, V,
-    GRADIENT: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
+    logits_ptr, targets_ptr, losses_ptr, R, V, width_groups,
+    GRADIENT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The losses of ROWS tokens; their logits make way for their gradient, softmax - one_hot.
 
     The first walk over a row carries the running maximum and sum of the softmax, the second one
-    writes. In between, the row is in the cache.
+    writes. In between, the row is in the cache. A thread has 8 neighbours, which it reads at once
+    and adds up for itself: so a running maximum is corrected once for 8 logits. A row has
+    `width_groups` times 8; the last ones may be padding.
     """
     wait_for_previous()
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    v = tl.arange(0, BLOCK_V)[None, :]
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     existing = tl.minimum(r, R - 1)  # beyond the last token it is read again, and not written
-    row = logits_ptr + existing.to(tl.int64) * stride
+    row = logits_ptr + existing.to(tl.int64) * width_groups * 8
     target = tl.load(targets_ptr + existing)
     valid = (target >= 0) & (target < V)
     # Before the sums, whose barriers keep other warps from writing the gradient in its place.
     of_target = tl.load(row + target, mask=valid, other=float("nan")).to(tl.float32)
-    largest = tl.full((ROWS, BLOCK_V), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS, BLOCK_V), tl.float32)
-    for start in range(0, V, BLOCK_V):
-        x = tl.load(row + start + v, mask=start + v < V, other=float("-inf")).to(tl.float32)
-        new_largest = tl.maximum(largest, x)
-        # -inf - -inf is no number; such a place holds nothing.
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        total = total * tl.exp(largest - shift) + tl.exp(x - shift)
+    group = tl.arange(0, GROUPS)
+    v = (group[:, None] * 8 + tl.arange(0, 8)[None, :])[None, :, :]
+    places = row[:, None, None] + v
+    largest = tl.full((ROWS, GROUPS), -1e30, tl.float32)  # -inf - -inf would be no number
+    total = tl.zeros((ROWS, GROUPS), tl.float32)
+    for start in range(0, width_groups, GROUPS):
+        inside = (start + group < width_groups)[None, :, None]
+        x = tl.load(places + start * 8, mask=inside, other=float("-inf")).to(tl.float32)
+        if PADDED:
+            x = tl.where(start * 8 + v < V, x, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(x, 2))
+        weights = tl.exp(x - new_largest[:, :, None])
+        total = total * tl.exp(largest - new_largest) + tl.sum(weights, 2)
         largest = new_largest
-    row_max = tl.max(largest, 1)[:, None]
-    log_sum = row_max + tl.log(tl.sum(total * tl.exp(largest - row_max), 1))[:, None]
+    row_max = tl.max(largest, 1)
+    log_sum = row_max + tl.log(tl.sum(total * tl.exp(largest - row_max[:, None]), 1))
     tl.store(losses_ptr + r, log_sum - of_target, mask=r < R)
     if GRADIENT:
-        for start in range(0, V, BLOCK_V):
-            inside = (r < R) & (start + v < V)
-            x = tl.load(row + start + v, mask=inside, other=float("-inf")).to(tl.float32)
-            gradient = tl.exp(x - log_sum) - tl.where(start + v == target, 1.0, 0.0)
-            tl.store(row + start + v, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
+        for start in range(0, width_groups, GROUPS):
+            inside = (r < R)[:, None, None] & (start + group < width_groups)[None, :, None]
+            x = tl.load(places + start * 8, mask=inside, other=float("-inf")).to(tl.float32)
+            softmax = tl.exp(x - log_sum[:, None, None])
+            if PADDED:
+                softmax = tl.where(start * 8 + v < V, softmax, 0.0)
+            tl.store(places + start * 8, softmax.to(logits_ptr.dtype.element_ty), mask=inside)
+        tl.debug_barrier()  # after the other warps' writing
+        gradient = (tl.exp(of_target - log_sum) - 1.0).to(logits_ptr.dtype.element_ty)
+        tl.store(row + target, gradient, mask=valid & (r < R))
 
 
-# By architecture or vendor: tokens and logits of a step, and warps. sm: swept on an H200. gfx:
-# unmeasured.
-BLOCKS = {"sm": (1, 2048, 4), "gfx": (1, 4096, 8), "interpreter": (256, 4096, 1)}
+# By architecture or vendor: tokens of a program, the groups of 8 logits of a step, and warps. sm:
+# swept on an H200. gfx: unmeasured.
+BLOCKS = {"sm": (1, 1024, 32), "gfx": (1, 1024, 16), "interpreter": (256, 512, 1)}
+
+
+def launch(R: int, width_groups: int) -> tuple[int, dict[str, int]]:
+    """Programs, and the kernel's block sizes and warps. A short row has fewer threads, so that they
+    take 4 steps too, and that more rows are under way at once."""
+    rows, groups, warps = tuned(BLOCKS)
+    fewer = max(1, groups // max(64, next_power_of_2(width_groups) // 4))
+    options = launch_options(max(1, warps // fewer))
+    return cdiv(R, rows), {"ROWS": rows, "GROUPS": groups // fewer, **options}
+
+
+@triton.jit
+def _scaled(x_ptr, y_ptr, block, words, factor, BLOCK: tl.constexpr):
+    """y = factor x of one block."""
+    i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < words).to(tl.float32)
+    tl.store(y_ptr + i, (factor * x).to(y_ptr.dtype.element_ty), mask=i < words)
+
+
+@triton.jit
+def _cross_entropy_backward_kernel(
+    dloss_ptr, N, a_ptr, b_ptr, scaled_a_ptr, scaled_b_ptr, words_a, words_b, BLOCK: tl.constexpr
+):
+    """Both gradients of the mean from those of the sum, times dloss."""
+    wait_for_previous()
+    factor = tl.load(dloss_ptr) / N
+    block, blocks_a = tl.program_id(0), tl.cdiv(words_a, BLOCK)
+    if block < blocks_a:
+        _scaled(a_ptr, scaled_a_ptr, block, words_a, factor, BLOCK)
+    else:
+        _scaled(b_ptr, scaled_b_ptr, block - blocks_a, words_b, factor, BLOCK)
+
+
+# Words of a program, and its warps. sm: swept on an H200. gfx: unmeasured.
+BACKWARD_WORDS = {"sm": (4096, 8), "gfx": (4096, 8), "interpreter": (2**16, 1)}
 
 
 # --- operators ----------------------------------------------------------------------------------
@@ -89,8 +137,8 @@ def chunk_rows(N: int, V: int) -> int:
 
 
 def pad_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight (V, C) in `dtype`, with rows of zeros up to the next multiple of ALIGNED. Their
-    logits are zeros and stay so, since the loss's kernel ends at V."""
+    """The weight (V, C) in `dtype`, with rows of zeros up to the next multiple of ALIGNED. The loss's
+    kernel leaves their logits out, and their gradients are zeros."""
     V, C = weight.shape
     missing = -V % ALIGNED
     if not missing:
@@ -133,8 +181,6 @@ def linear_cross_entropy_forward(
     """
     N, C = hidden.shape
     V = weight.shape[0]
-    rows_at_once, block, warps = tuned(BLOCKS)
-    block = min(block, next_power_of_2(V))
     losses = hidden.new_empty(N, dtype=torch.float32)
     dhidden = hidden.new_empty((N, C) if gradients else 0, dtype=dtype)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -145,15 +191,42 @@ def linear_cross_entropy_forward(
             rows = slice(start, start + size)
             chunk = hidden[rows].to(dtype)
             logits = chunk @ weight.t()  # (R, V), and the padding's
-            _cross_entropy_kernel[(cdiv(len(chunk), rows_at_once),)](
-                logits, targets[rows], losses[rows], logits.stride(0), len(chunk), V,
-                GRADIENT=gradients, ROWS=rows_at_once, BLOCK_V=block, **launch_options(warps),
+            programs, constants = launch(len(chunk), len(weight) // ALIGNED)
+            _cross_entropy_kernel[(programs,)](
+                logits, targets[rows], losses[rows], len(chunk), V, len(weight) // ALIGNED,
+                GRADIENT=gradients, PADDED=len(weight) > V, **constants,
             )  # fmt: skip
             if gradients:
                 torch.mm(logits, weight, out=dhidden[rows])
                 _add_product(dweight, logits.t(), chunk, first=start == 0)
             del logits  # before the next chunk's are allocated
     return losses.mean(), dhidden, dweight[:V]
+
+
+@operator(
+    "tiny_llama::linear_cross_entropy_backward",
+    fake=lambda dloss, dhidden, dweight, hidden_dtype, weight_dtype: (
+        torch.empty_like(dhidden, dtype=hidden_dtype),
+        torch.empty_like(dweight, dtype=weight_dtype),
+    ),
+)
+def linear_cross_entropy_backward(
+    dloss: Tensor,
+    dhidden: Tensor,
+    dweight: Tensor,
+    hidden_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the mean loss, from those of the sum of losses. In one kernel of ours, since
+    PyTorch's product takes several times as long where the result has another dtype."""
+    hidden_gradient = torch.empty_like(dhidden, dtype=hidden_dtype)
+    weight_gradient = torch.empty_like(dweight, dtype=weight_dtype)
+    block, warps = tuned(BACKWARD_WORDS)
+    _cross_entropy_backward_kernel[(cdiv(dhidden.numel(), block) + cdiv(dweight.numel(), block),)](
+        dloss, len(dhidden), dhidden, dweight, hidden_gradient, weight_gradient,
+        dhidden.numel(), dweight.numel(), BLOCK=block, **launch_options(warps),
+    )  # fmt: skip
+    return hidden_gradient, weight_gradient
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -171,17 +244,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, dloss):
-        dhidden, dweight = ctx.saved_tensors
-        hidden_dtype, weight_dtype = ctx.dtypes
-        # As (1,): a scalar would be rounded to dhidden's precision.
-        scale = (dloss / len(dhidden)).reshape(1)
-        return (
-            torch.mul(dhidden, scale, out=torch.empty_like(dhidden, dtype=hidden_dtype)),
-            torch.mul(dweight, scale, out=torch.empty_like(dweight, dtype=weight_dtype)),
-            None,
-            None,
-            None,
-        )
+        gradients = linear_cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.dtypes)
+        return *gradients, None, None, None
 
 
 @register_flop_formula(torch.ops.tiny_llama.linear_cross_entropy)

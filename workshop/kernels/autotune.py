@@ -228,7 +228,8 @@ def jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> It
     hidden, head = normal(rows, C, dtype=torch.float32), 0.02 * normal(V, C, dtype=torch.float32)
     targets = torch.randint(V, (rows,), device=device)
     call = lambda: loss.linear_cross_entropy_forward(hidden, head, targets, dtype, True)  # noqa: E731
-    yield Job(loss, "BLOCKS", _row_blocks(512, 1024, 2048, 4096, 8192), call)
+    blocks = [(1, 32 * w * steps, w) for w in (4, 8, 16, 32) for steps in (1, 2, 4)]
+    yield Job(loss, "BLOCKS", blocks, call)
 
 
 def _attention_jobs(attention: Any, q: Tensor, dout: Tensor, k: Tensor, v: Tensor) -> Iterator[Job]:
