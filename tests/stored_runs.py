@@ -13,8 +13,8 @@ from workshop.results import Parity, RunResult
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "results" / "reference"
 PARTS = (
-    "runs/20261126-220308-a5fe87.jsonl",  # small, bf16
-    "runs/20261129-160010-d495e3.jsonl",  # medium, bf16
+    "runs/20261129-191426-351a97.jsonl",  # small, bf16
+    "runs/20261129-191803-29d68a.jsonl",  # medium, bf16
     "once/runs/20261122-102718-cc94dc.jsonl",  # small, fp16, fp32 and tf32
     "once/runs/20261122-164643-79a72b.jsonl",  # large, bf16
     "profiles/v1",

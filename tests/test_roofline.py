@@ -33,7 +33,7 @@ NCU = ROOT / "tests/fixtures/profilers/ncu/ncu_raw_h200.csv"
 TRACE = ROOT / "tests/fixtures/profilers/kineto/h200_small_2layer_trace.json.gz"
 H200 = ROOT / "results/reference/nvidia_h200"
 CPU_PROFILE = ROOT / "results/reference/cpu_amd_epyc/profiles/v4/pytorch_profiler"
-MEDIUM = H200 / "runs" / "20261129-160010-d495e3.jsonl"
+MEDIUM = H200 / "runs" / "20261129-191803-29d68a.jsonl"
 HOSTILE = "\x1b[31m[bold]<b>evil</b>[/bold]<script>alert(1)</script>$x^2$"
 
 

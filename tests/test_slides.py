@@ -18,7 +18,7 @@ from workshop.results import RunResult
 from workshop.versions import ROOT
 
 H200 = ROOT / "results" / "reference" / "nvidia_h200"
-SMALL_SESSION = "20261126-220308-a5fe87"
+SMALL_SESSION = "20261129-191426-351a97"
 MINUTES = (36, 43, 32, 73)
 
 
