@@ -261,7 +261,7 @@ def test_the_harness_costs_under_1_percent_of_a_medium_step(
     batches = text("medium", 20)
     times: dict[str, list[float]] = {"bare": [], "harness": []}
     loops = {}
-    # The harness first: it gives up the memory in which cuBLAS works, also the one in another graph.
+    # The harness first: it gives up the memory in which cuBLAS works, also that of another graph.
     for name, loop in (("harness", harness_loop), ("bare", bare_loop)):
         module, model = make(key, "medium", compiled=compiled)
         loops[name] = loop(module, model, batches, graph=compiled)
