@@ -109,81 +109,72 @@ def ladder(recorded: Recorded) -> str:
 
 
 def _ladder(rows: list[Row], runs: list[RunResult]) -> str:
-    """One device's ladder: a line a version or peer, step time and speed-up at two sizes; V3 and
-    V4 beside the fastest peer at all sizes."""
+    """One device's ladder: a line a version or peer, a column a size; below, V3 and V4 beside the
+    fastest peer."""
     by_config: dict[str, dict[str, Row]] = defaultdict(dict)
     for row in rows:
         if row.precision == LADDER_PRECISION and not row.variant:
             by_config[row.config][row.version] = row
-    for its in by_config.values():  # only rows that were compared with each other
-        session = its[BASELINE].session if BASELINE in its else None
-        for key in [key for key, row in its.items() if session not in (None, row.session)]:
-            del its[key]
-    configs = [config for config in LADDER_CONFIGS if by_config.get(config)]
+    sizes = {
+        config: {key: row for key, row in its.items() if row.session == its[BASELINE].session}
+        for config, its in sorted(by_config.items(), key=lambda item: presets.rank(item[0]))
+        if BASELINE in its
+    }
+    firsts = [its[BASELINE] for its in sizes.values()]
+    header = ["version", "what"]
+    header += [f"{row.config}: {row.batch_size} x {row.seq_len} tokens a step" for row in firsts]
     lines = []
     for key, version in ALL.items():
-        found = [by_config[config].get(key) for config in configs]
-        if any(found):
-            name = key if key in PEERS else key.upper()
-            cells = [cell for row in found for cell in _ladder_cells(row)]
-            lines.append([f"[{name}]({version.folder}/)", version.title, *cells])
-    header = ["version", "what"]
-    header += [text for c in configs for text in (f"{c}: step", "speed-up", "peak memory")]
-    sizes = sorted(by_config, key=presets.rank)
-    beside = {config: _beside_peers([*by_config[config].values()], runs) for config in sizes}
-    commits = {run.session: run.git_commit[:7] for run in runs if run.git_commit}
-    firsts = [next(iter(by_config[c].values())) for c in sizes if c in configs or beside[c]]
-    shapes = ", ".join(
-        f"{row.config} is {row.batch_size} x {row.seq_len} tokens a step "
-        f"(commit {commits.get(row.session, 'unknown')})"
-        for row in firsts
+        if any(key in its for its in sizes.values()):
+            name = f"[{key if key in PEERS else key.upper()}]({version.folder}/)"
+            cells = [_ladder_cell(its.get(key)) for its in sizes.values()]
+            lines.append([name, version.title, *cells])
+    for key in ("v3", "v4"):
+        cells = [_beside_peers(key, its, runs) for its in sizes.values()]
+        lines.append([key.upper(), "beside the fastest peer", *cells])
+    sessions = {row.session for row in firsts}
+    commits = sorted({(run.git_commit or "unknown")[:7] for run in runs if run.session in sessions})
+    caption = (
+        f"One {rows[0].device}, {LADDER_PRECISION}, real text, commit {', '.join(commits)}: the "
+        "median step, its speed-up over V1 and the peak of memory."
     )
-    caption = f"One {rows[0].device}, {LADDER_PRECISION}, real text; {shapes}."
-    blocks = [
-        caption,
-        markdown_rows(header, lines, (0, 1)),
-        " ".join(filter(None, beside.values())),
-    ]
-    return "\n\n".join(filter(None, [*blocks, _spreads(runs, configs)]))
+    blocks = [caption, markdown_rows(header, lines, (0, 1)), _spreads(runs)]
+    return "\n\n".join(filter(None, blocks))
 
 
-def _ladder_cells(row: Row | None) -> list[str]:
+def _ladder_cell(row: Row | None) -> str:
     if row is None or row.step_ms is None:
-        return ["-", "-", "-"]
-    return [f"{row.step_ms:.2f} ms", row.speedup_text(), f"{row.peak_memory_mb:,.0f} MB"]
+        return "-"
+    speedup = [] if row.version == BASELINE else [ratio(row.speedup, "not significant")]
+    return ", ".join([f"{row.step_ms:.2f} ms", *speedup, f"{row.peak_memory_mb:,.0f} MB"])
 
 
-def _beside_peers(rows: list[Row], runs: list[RunResult]) -> str:
-    """V3 and V4 against the fastest peer of V3's session, at one size. Empty where no peer has a
+def _beside_peers(version: str, rows: dict[str, Row], runs: list[RunResult]) -> str:
+    """The version against the fastest peer of its session, at one size. A dash where no peer has a
     graph: one without it may wait for the host, and a ratio would say little about the code."""
-    sessions = [row.session for row in rows if row.version == "v3"]
-    peers = [r for r in rows if r.version in PEERS and r.step_ms and r.session in sessions]
-    if not any(PEERS[row.version].cuda_graph for row in peers):
-        return ""
+    peers = [row for row in rows.values() if row.version in PEERS and row.step_ms]
+    if version not in rows or not any(PEERS[row.version].cuda_graph for row in peers):
+        return "-"
     best = min(peers, key=lambda row: row.step_ms or math.inf)
 
     def of(row: Row) -> list[RunResult]:
-        key = (row.version, best.session, row.config, row.precision)
+        key = (row.version, row.session, row.config, row.precision)
         same = [r for r in runs if (r.version, r.session, r.config_name, r.precision) == key]
         return [run for run in ordinary(same) if not variant_of(run)]
 
-    ratios = [
-        f"{row.version.upper()} {build_row(of(row), of(best)).speedup_text()}"
-        for row in rows
-        if row.version in ("v3", "v4") and row.session == best.session
-    ]
-    beside = f"Beside the session's fastest peer at {best.config}, {best.version}"
-    return f"{beside}: {', '.join(ratios)}."
+    beside = build_row(of(rows[version]), of(best)).speedup
+    return f"{ratio(beside, 'not significant')}, {best.version}"
 
 
-def _spreads(runs: list[RunResult], configs: list[str]) -> str:
-    """How far the sessions that measured the ladder lie apart, if there are several of a size."""
+def _spreads(runs: list[RunResult]) -> str:
+    """How far the sessions that measured LADDER_CONFIGS lie apart, if there are several."""
     sessions: dict[str, list[RunResult]] = defaultdict(list)
     for run in ordinary(runs):
         if run.precision == LADDER_PRECISION:
             sessions[run.session].append(run)
     rows = [row for session in sessions.values() for row in build_rows(session)]
-    return " ".join(filter(None, (_spread([r for r in rows if r.config == c]) for c in configs)))
+    spreads = (_spread([row for row in rows if row.config == c]) for c in LADDER_CONFIGS)
+    return " ".join(filter(None, spreads))
 
 
 def _spread(rows: list[Row]) -> str:
