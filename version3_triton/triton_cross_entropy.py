@@ -93,8 +93,8 @@ BLOCKS = {"sm": (1, 1024, 32), "gfx": (1, 1024, 16), "interpreter": (256, 512, 1
 
 
 def launch(R: int, width_groups: int) -> tuple[int, dict[str, int]]:
-    """Programs, and the kernel's block sizes and warps. A short row has fewer threads, so that they
-    take 4 steps too, and that more rows are under way at once."""
+    """Programs, and the kernel's block sizes and warps. A short row gets fewer threads: it takes 4
+    steps too then, and more rows are under way at once."""
     rows, groups, warps = tuned(BLOCKS)
     fewer = max(1, groups // max(64, next_power_of_2(width_groups) // 4))
     options = launch_options(max(1, warps // fewer))
