@@ -337,6 +337,7 @@ def performance(recorded: Recorded) -> str:
         INTRODUCTION,
         *(f"![Throughput, time and memory]({path.as_posix()})" for path in sorted(pictures)),
         f"**{reference.verdicts()}**",
+        "\n".join(_failure(row.first) for row in reference.lab_rows if row.failed),
         "## How to read the tables",
         # The columns after the third are in the report alone.
         "\n".join(f"- **{what}** {text}" for what, text in page.HOW_TO_READ[:3]),
@@ -349,6 +350,11 @@ def performance(recorded: Recorded) -> str:
     parts += map(_drawn_kernels, sorted(recorded.folder.glob("*/kernels_drawn")))
     parts += [PUBLISHED_TEXT, _published()]
     return "\n\n".join(parts) + "\n"
+
+
+def _failure(run: LabRun) -> str:
+    why = run.error or "; ".join(run.gate.failures)
+    return f"- FAIL: {run.lab} ({run.subject}): {run.variant}, on {run.device['name']}: {why}"
 
 
 def _studies(folder: Path) -> str:
