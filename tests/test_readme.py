@@ -155,3 +155,20 @@ def test_the_documents_say_what_the_result_files_say(type_command) -> None:
     """In whatever order Python has sets: that differs from run to run."""
     answer = type_command("python", "analysis_tools/update_docs.py", "--check")
     assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+def test_the_ladder_compares_with_the_fastest_peer_of_each_size() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.split("ladder: begin")[1].split("\n\n")[1].splitlines()
+    timed, compared = {}, {}
+    for name, _, *cells in (line.strip("| ").split(" | ") for line in table[2:]):
+        link = re.match(r"\[(.*?)\]", name)
+        (timed if link else compared)[link[1] if link else name] = cells
+    for size in range(table[0].count(" tokens a step")):
+        steps = {key: float(cells[size].split()[0].replace("-", "inf"))
+                 for key, cells in timed.items()}  # fmt: skip
+        peer = min((key for key in steps if key.startswith("hf")), key=lambda key: steps[key])
+        for version, cells in compared.items():
+            low, high, name = re.findall(r"\[(.*), (.*)\], (.*)", cells[size])[0]
+            ratio = steps[peer] / steps[version]
+            assert name == peer and float(low) - 0.02 < ratio < float(high) + 0.02

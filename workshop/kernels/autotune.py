@@ -58,7 +58,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """Times in ms; `best` is None where no candidate was worth the change."""
+    """Times in ms; without a candidate worth the change there is no `best`."""
 
     job: Job
     present_ms: float

@@ -136,7 +136,7 @@ def _ladder(rows: list[Row], runs: list[RunResult]) -> str:
     commits = sorted({(run.git_commit or "unknown")[:7] for run in runs if run.session in sessions})
     caption = (
         f"One {rows[0].device}, {LADDER_PRECISION}, real text, commit {', '.join(commits)}: the "
-        "median step, its speed-up over V1 and the peak of memory."
+        "median step, its speed-up over V1 and peak memory."
     )
     blocks = [caption, markdown_rows(header, lines, (0, 1)), _spreads(runs)]
     return "\n\n".join(filter(None, blocks))
