@@ -137,8 +137,8 @@ def chunk_rows(N: int, V: int) -> int:
 
 
 def pad_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight (V, C) in `dtype`, with rows of zeros up to the next multiple of ALIGNED. The loss's
-    kernel leaves their logits out, and their gradients are zeros."""
+    """The weight (V, C) in `dtype`, with rows of zeros up to the next multiple of ALIGNED. The
+    loss's kernel leaves their logits out, and their gradients are zeros."""
     V, C = weight.shape
     missing = -V % ALIGNED
     if not missing:
