@@ -1,6 +1,7 @@
 """The search for tiles, with a clock of our own: times themselves need a GPU."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -39,3 +40,15 @@ def test_the_fastest_right_candidate_wins_and_the_table_is_left_alone(small_jobs
     outcome = autotune.tune(wrong, clock)
     assert outcome.best is None and outcome.dropped == 1
     assert "nothing better" in autotune.describe(outcome)
+
+
+def test_every_call_returns_results_to_compare(small_jobs) -> None:
+    for name, job in small_jobs.items():
+        assert autotune._tensors(job.call()), name
+
+
+def test_an_entry_keeps_those_of_other_widths(small_jobs) -> None:
+    job = small_jobs["triton_rms_norm.BACKWARD_BLOCKS"]
+    present = dict(sys.modules["triton_launch"].tuned(job.table))
+    entry = dict(job.entry(job.candidates[0]))
+    assert entry.items() > present.items() and max(entry) == max(present)

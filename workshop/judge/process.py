@@ -98,7 +98,7 @@ class Process:
         return message
 
     def timed(
-        self, kind: str, tensors: Mapping[str, Tensor], answer: str, /, **values: Any
+        self, kind: str, tensors: Mapping[str, Tensor], *kinds: str, **values: Any
     ) -> tuple[Message, float, float | None]:
         """Asks and takes the answer; it, the seconds from one to the other, and for how many of
         them other programs kept a thread, of the process or of the judge, from a processor."""
@@ -107,7 +107,7 @@ class Process:
         before = [waiting.seconds_without_processor(pid) for pid in pids]
         start = time.perf_counter()
         self.ask(kind, tensors, **values)
-        message = self.answer(answer)
+        message = self.answer(*kinds)
         seconds = time.perf_counter() - start
         waited = [
             waiting.longest_wait(then, waiting.seconds_without_processor(pid))

@@ -7,11 +7,12 @@ entries into the tables (each file has its own), then run the tests and workshop
 """
 
 import contextlib
+import functools
 import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -170,6 +171,11 @@ def _row_blocks(*sizes: int) -> list[Any]:
     return [(1, b, w) for b in sizes for w in (2, 4, 8) if b >= 64 * w]
 
 
+def _with(present: dict[int, Any], limit: int, candidate: Any) -> tuple[tuple[int, Any], ...]:
+    """The entries of a table, each up to a limit, with a candidate among them."""
+    return tuple(sorted((present | {limit: candidate}).items()))
+
+
 def jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
     """Every table, with the call that a training step of the preset makes of it."""
     versions.load("v3")
@@ -203,16 +209,23 @@ def jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> It
         ("BACKWARD_BLOCKS", backward, itertools.product((1, 2, 4, 8), (False, True))),
     ):
         blocks = [norm.Block(*shape, *more) for shape, more in itertools.product(shapes, rest)]
-        yield Job(norm, name, blocks, call, lambda block: ((norm.MAX_WIDTH, block),))
+        of_width = functools.partial(_with, dict(norm.tuned(getattr(norm, name))), C)
+        yield Job(norm, name, blocks, call, of_width)
     sums = list(itertools.product((128, 256, 512, 1024), (8, 16, 32), (4, 8)))
     yield Job(norm, "SUM_BLOCKS", sums, backward)
 
     # SwiGLU
-    halves, dhalves = (normal(rows, 2 * F).chunk(2, dim=1) for _ in range(2))
-    dswiglu, again = normal(rows, F), normal(rows, F)
+    gate_up, dswiglu = normal(rows, 2 * F), normal(rows, F)
+    halves = gate_up.chunk(2, dim=1)
+
+    def swiglu_backward() -> list[Tensor]:
+        found = [*torch.empty_like(gate_up).chunk(2, dim=1), torch.empty_like(dswiglu)]
+        swiglu.launch_backward(dswiglu, *halves, *found)
+        return found
+
     for name, call in (
         ("FORWARD_BLOCKS", lambda: swiglu.swiglu_forward(*halves)),
-        ("BACKWARD_BLOCKS", lambda: swiglu.launch_backward(dswiglu, *halves, *dhalves, again)),
+        ("BACKWARD_BLOCKS", swiglu_backward),
     ):
         yield Job(swiglu, name, _row_blocks(512, 1024, 2048, 4096), call)
 
@@ -233,8 +246,8 @@ def jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> It
 
 
 def _attention_jobs(attention: Any, q: Tensor, dout: Tensor, k: Tensor, v: Tensor) -> Iterator[Job]:
-    attention.hopper = None  # its kernels do not have these tiles
-    D, size = q.shape[-1], q.element_size()
+    attention.on_hopper = lambda: False  # those kernels do not have these tiles
+    (T, D), size = q.shape[2:], q.element_size()
     out, lse = attention.flash_attention_forward(q, k, v, True, D**-0.5)
     sizes = (16, 32, 64, 128)
     tiles = [
@@ -250,8 +263,15 @@ def _attention_jobs(attention: Any, q: Tensor, dout: Tensor, k: Tensor, v: Tenso
         return attention.flash_attention_backward(dout, q, k, v, out, lse, True, D**-0.5)
 
     def entry_of(name: str) -> Callable[[Any], Any]:
-        present = sys.modules["triton_launch"].tuned(getattr(attention, name))
-        return lambda tile: present | {size: present.get(size, {}) | {D: [tile]}}
+        present = attention.tuned(getattr(attention, name))
+        of_size = present.get(size, {})  # the interpreter has tiles for every size
+        by_length = {tile.up_to: tile for tile in of_size.get(D, [])}
+
+        def entry(tile: Any) -> Any:
+            tiles = [tile for _, tile in _with(by_length, T, replace(tile, up_to=T))]
+            return present | {size: of_size | {D: tiles}}
+
+        return entry
 
     calls = {"FORWARD_TILES": forward, "DQ_TILES": backward, "DK_DV_TILES": backward}
     for name, call in calls.items():

@@ -3,7 +3,7 @@
 The judge and the implementations' process draw the same numbers from one seed on one device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +55,17 @@ class Data:
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def fresh(self) -> "Data":
-        """A copy with the same strides: some implementations overwrite what they are given."""
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "Data":
+        """Another tensor in the place of each; those that have a gradient keep one."""
         arguments, upstream = (
-            tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in tensors)
+            tuple(change(x.detach()).requires_grad_(x.requires_grad) for x in tensors)
             for tensors in (self.arguments, self.upstream)
         )
         return Data(arguments, upstream)
+
+    def fresh(self) -> "Data":
+        """A copy: some implementations overwrite what they are given."""
+        return self.changed(torch.clone)
 
     def fill(self, original: "Data", index: int = 0) -> None:
         """Copies values, unseen by autograd, which would forbid a second backward pass. Those that
@@ -100,12 +104,7 @@ def lay_out(data: Data, layout: str) -> Data:
     if layout == EXPANDED:
         alike = (x.flatten()[:1].view([1] * x.dim()).expand(x.shape) for x in data.upstream)
         return Data(data.arguments, tuple(alike))
-    place = _apart if layout == ROWS_APART else _transposed
-    arguments, upstream = (
-        tuple(place(x.detach()).requires_grad_(x.requires_grad) for x in tensors)
-        for tensors in (data.arguments, data.upstream)
-    )
-    return Data(arguments, upstream)
+    return data.changed(_apart if layout == ROWS_APART else _transposed)
 
 
 def _apart(x: Tensor) -> Tensor:

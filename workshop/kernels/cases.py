@@ -117,7 +117,8 @@ class Case:
 
     def mine(self, place: str) -> Function:
         """A participant's function, FILE.py:NAME, which is called as V3's operator is."""
-        return lambda *tensors: versions.load_mine(place)[1](*tensors, *self.constants)
+        find = functools.cache(lambda: versions.load_mine(place)[1])  # once: the host is timed
+        return lambda *tensors: find()(*tensors, *self.constants)
 
 
 @functools.cache
@@ -135,20 +136,19 @@ def peer(module: str, name: str) -> Function:
     """A function of a package, or a method of its class (CLASS.NAME). A call raises Skipped where
     it is not installed, or there is no GPU for it."""
 
-    def call(*arguments: Any, **named: Any) -> Any:
+    @functools.cache  # looked up once: the host is timed
+    def find() -> Function:
         if not torch.cuda.is_available():
             raise Skipped("needs a GPU")
         try:
-            imported = importlib.import_module(module)
+            function: Function = operator.attrgetter(name)(importlib.import_module(module))
         except ImportError as error:
             raise Skipped(f"not installed ({error})") from None
-        try:
-            function = operator.attrgetter(name)(imported)
         except AttributeError:
             raise Skipped(f"the installed version has no {name}") from None
-        return function(*arguments, **named)
+        return function
 
-    return call
+    return lambda *arguments, **named: find()(*arguments, **named)
 
 
 def liger(name: str, *constants: Any) -> Function:

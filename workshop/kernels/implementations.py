@@ -116,6 +116,8 @@ class Contest:
             try:
                 tensors, values = getattr(self, f"_{message.kind}")(**message.values)
             except Exception as error:  # another's reasons not to run are its own
+                if self.setting.device.type == "cuda":
+                    torch.cuda.synchronize()  # a device that is lost ends the process, here
                 texts = [str(warning.message) for warning in warned]
                 pipe.send("refused", why=_reason(error, texts))
             else:

@@ -313,8 +313,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _inspect(options: Options) -> int:
-    for name in ("target", "config", "precision"):  # drops what is named twice
-        setattr(options, name, list(dict.fromkeys(getattr(options, name))))
     errors.require("triton", "rich")
     if options.asm is not None:
         results.prepare_folder(options.asm, "--asm")

@@ -272,7 +272,7 @@ class Judge:
         data = draw_data(case, self.setting, seed)
         reference = in_parts(case, data, torch.float64)
         allowed = allowances(case, data, reference, self.setting)
-        self._free_cache()
+        torch.cuda.empty_cache()  # leaves the implementations what is not needed here any more
         for run in runs:
             if run.gate.status == "fail":
                 continue
@@ -325,17 +325,12 @@ class Judge:
             raise Closed("the process answered something else than sketches")
         return tensors, seed
 
-    def _free_cache(self) -> None:
-        """Leaves the implementations the memory that this process needs no more."""
-        if self.setting.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     # --- the clock ---
 
     def _time(
         self, case: Case, phase: str, right: list[LabRun], allowed: Mapping[str, float]
     ) -> None:
-        self._free_cache()
+        torch.cuda.empty_cache()
         timed = [turns for run in right if (turns := self._prepare(phase, run))]
         for number in range(self.rounds + 1):
             for turns in timed if number % 2 == 0 else timed[::-1]:
@@ -359,7 +354,10 @@ class Judge:
         seed, run = secrets.randbits(62), turns.run
         self._ask("load", run, seed=seed)
         with self._patience(run):
-            done, seconds, waited = self._process.timed("go", {}, "answered", name=run.variant)
+            answers = "answered", "refused"
+            done, seconds, waited = self._process.timed("go", {}, *answers, name=run.variant)
+        if done.kind == "refused":
+            raise Refused(str(done.values.get("why")))
         if number:  # the first is not counted
             told, judge = _number(done, "ms"), seconds * 1e3
             turns.told_ms.append(told)

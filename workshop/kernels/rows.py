@@ -87,11 +87,6 @@ class Row(LabRow):
         rate = self.rate(phase)
         return rate / self.ceiling if rate and self.ceiling else None
 
-    def implausible(self) -> list[str]:
-        """A sentence for each rate that the chip can't reach, of any implementation."""
-        where = f"IMPLAUSIBLE: {self.implementation} at {self.size}"
-        return [f"{where}, {sentence}" for sentence in self.first.plausibility]
-
 
 def load(place: Path) -> list[Row]:
     """The rows of a file or a folder, operators in the benchmark's order: for each size, precision
@@ -203,7 +198,10 @@ def _notes(rows: list[Row]) -> list[str]:
         where = "" if set(sizes) == everywhere else f" at {'; '.join(sizes)}"
         verdict = "" if status == PASS else f" {status}"
         lines.append(f"{name}{where}{verdict}: {note}")
-    return lines + [sentence for row in rows for sentence in row.implausible()]
+    return lines + [
+        f"IMPLAUSIBLE: {row.implementation} at {row.size}, {sentence}"
+        for row in rows for sentence in row.first.plausibility
+    ]  # fmt: skip
 
 
 def summary(row: Row) -> str:
