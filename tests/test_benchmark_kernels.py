@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -73,7 +74,7 @@ def v3(monkeypatch) -> ModuleType:
 class InAThread(Process):
     """The implementations in a thread of this process, so that a test can break them."""
 
-    def __init__(self, _: torch.device) -> None:
+    def __init__(self, *_: Any) -> None:
         asked, to_ask = os.pipe()
         to_hear, answered = os.pipe()
         self._pipe, own, self.stderr = Pipe(to_hear, to_ask), Pipe(asked, answered), []
@@ -106,7 +107,8 @@ def judged(
     case: cases.Case, precision: str = "fp32", rounds: int = 0, mine: str = ""
 ) -> dict[str, Row]:
     """The rows of a case, whose implementations' process makes it of its name."""
-    of_case = cases.OPS[case.op]._replace(make=lambda *_: case)
+    of_op = cases.OPS[case.op]
+    of_case = of_op._replace(make=lambda *size: case if size == case.sizes else of_op.make(*size))
     judge = measure.Judge(make_setting(precision), rounds, a_run(), mine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "start_process", InAThread)
@@ -265,7 +267,7 @@ def test_only_a_kernel_of_ours_that_is_wrong_or_crashes_has_failed(v3) -> None:
 
 def test_a_process_that_ends_is_the_fault_of_who_was_asked(monkeypatch) -> None:
     crash = Process([sys.executable, "-c", "import os; os.abort()"], os.environ)
-    monkeypatch.setattr(measure, "start_process", lambda _: crash)
+    monkeypatch.setattr(measure, "start_process", lambda *_: crash)
     judge = measure.Judge(make_setting(), 0, a_run())
     found = [Row((run,)) for run in judge.measure(small_case("swiglu"))]
     assert [row.verdict for row in found] == ["FAIL", *["skipped"] * (len(found) - 1)]
@@ -424,48 +426,90 @@ def test_a_trick_in_the_timed_run_is_found(trick, v3, monkeypatch, pretended_gpu
 
 
 RIGHT = "y = gate * torch.sigmoid(gate) * up\nreturn y"
-# The body of a participant's swiglu(gate, up), and what the note must have; "" if it is right.
+# The body of a participant's swiglu(gate, up), and what the note must have: of a right one, at
+# which sizes it was checked.
 MINE: dict[str, tuple[str, str]] = {
-    "right": (RIGHT, ""),
+    "right": (RIGHT, "right in float32 at 13 x 72, 5 x 257, 16 x 1024, 2 x 8192"),
     "severed": (f"gate = gate.detach()\n{RIGHT}", "gradient of gate is missing"),
-    "kept by shape": (
-        f"if gate.shape in KEPT: return KEPT[gate.shape]\n{RIGHT[:-8]}KEPT[y.shape] = y\nreturn y",
-        "13 x 72, transposed: y is off by",
+    "kept by address": (
+        f"key = gate.data_ptr(), gate.stride()\nif key in KEPT: return KEPT[key] * 1\n"
+        f"{RIGHT[:-8]}KEPT[key] = y.detach()\nreturn y",
+        "13 x 72, as in a model: y is off by",
+    ),
+    "right at odd sizes": (
+        f"if gate.shape[1] % 128 == 0: return gate * up\n{RIGHT}",
+        "16 x 1024, as in a model: y is off by",
     ),
     "no strides": (
         f"gate = gate.as_strided(gate.shape, (gate.shape[1], 1))\n{RIGHT}",
-        "13 x 72, rows apart: y is off by",
+        "13 x 72, NaN between the rows: y is off by",
     ),
     "a row is not written": (
         f"out = torch.empty(gate.shape)\n{RIGHT[:-8]}out[:-1] = y[:-1]\nreturn out",
-        "13 x 72, rows apart: y is off by nan",
+        "13 x 72, as in a model: y is off by nan",
     ),
-    "overwrites": (f"{RIGHT[:-8]}up.data.add_(1)\nreturn y", "rows apart: up was overwritten"),
+    "overwrites": (f"{RIGHT[:-8]}up.data.add_(1)\nreturn y", "model: up was overwritten"),
+    "overwrites the gradient": (
+        f"{RIGHT[:-8]}return Overwrites.apply(y)",
+        "model: gradient of y was overwritten",
+    ),
     "tiles of 8 rows": (
         f"if len(gate) % 8: return gate[: len(gate) // 8 * 8] * 1\n{RIGHT}",
-        "13 x 72, rows apart: y is missing or has another shape",
+        "13 x 72, as in a model: y is missing or has another shape",
     ),
-    "raises": ("raise ValueError('not written')", "rows apart: ValueError: not written"),
+    "raises": (
+        "raise ValueError('not written')",
+        "model: ValueError: not written (raises.py:11 in my_swiglu)",
+    ),
     "ends the process": ("raise SystemExit(3)", "ended without an answer"),
 }
+BEFORE = """import torch
+KEPT = {}
+class Overwrites(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.mul_(2) / 2
+def my_swiglu(gate, up):
+    """
+
+
+def write_mine(folder: Path, name: str, body: str) -> Path:
+    file = folder / f"{name.replace(' ', '_')}.py"
+    file.write_text(BEFORE + body.replace("\n", "\n    "))
+    return file
 
 
 @pytest.mark.parametrize("fault", MINE)
 def test_a_participants_function_is_checked_as_ours_is(fault, v3, tmp_path) -> None:
     body, note = MINE[fault]
-    lines = body.replace("\n", "\n    ")
-    file = tmp_path / f"{fault.replace(' ', '_')}.py"
-    file.write_text(f"import torch\nKEPT = {{}}\ndef my_swiglu(gate, up):\n    {lines}\n")
+    file = write_mine(tmp_path, fault, body)
     found = judged(small_case("swiglu"), mine=f"{file}:my_swiglu")
-    mine = found[cases.MINE]
-    assert (mine.verdict, mine.failed) == ("FAIL" if note else "pass", bool(note)), mine.note
+    mine, right = found[cases.MINE], fault == "right"
+    assert (mine.verdict, mine.failed) == ("pass" if right else "FAIL", not right), mine.note
     assert note in mine.note
     assert found[OURS].verdict == found[PLAIN].verdict == "pass"
 
 
+@pytest.mark.parametrize(
+    ("first", "verdict", "note"),
+    [
+        ("up = up * 1.01", "FAIL", "float32, 13 x 72, as in a model: y is off by 1.0e-02"),
+        ("assert gate.dtype != torch.float32", "pass", "not checked in float32 (AssertionError"),
+    ],
+)
+def test_mine_for_16_bits_is_checked_in_fp32_too(first, verdict, note, v3, tmp_path) -> None:
+    file = write_mine(tmp_path, f"bf16_{verdict}", f"{first}\n{RIGHT}")
+    mine = judged(small_case("swiglu"), "bf16", mine=f"{file}:my_swiglu")[cases.MINE]
+    assert mine.verdict == verdict and note in mine.note
+
+
 def test_mine_must_be_there_and_be_one_operation(tmp_path, capsys) -> None:
-    (tmp_path / "a.py").touch()
+    (tmp_path / "a.py").write_text("f = 1")
     for words, said in (
+        (["--op", "swiglu", "--mine", f"{tmp_path}/a.py:f"], "a.py:f is not a function"),
         (["--mine", f"{tmp_path}/a.py:f"], "--mine needs the operation that it does"),
         (["--op", "swiglu", "--mine", f"{tmp_path}/b.py:f"], "b.py: no such file"),
         (["--op", "swiglu", "--mine", f"{tmp_path}/a.py"], "a.py:NAME"),

@@ -96,7 +96,7 @@ def test_a_profiler_has_to_record_a_step(room, outcome, kernels, why, monkeypatc
     [
         ((0, "", "a warning"), ("pass", "")),
         ((77, "", "error: no Triton"), ("skipped", "no Triton")),
-        ((1, "v3: FAIL, 1 reasons\n  logits: 1\n", "a warning"), ("FAIL", "logits: 1")),
+        ((1, "v3: FAIL, 1 reason\n  logits: 1\n", "a warning"), ("FAIL", "logits: 1")),
         ((None, "", "no answer within 400 s"), ("FAIL", "no answer within 400 s")),
     ],
 )

@@ -347,7 +347,7 @@ def targets_shifted_twice(self, tokens, targets=None):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
 
 
-@fault("V1's weights can't be loaded: layers.0.mlp.extra.weight is missing")
+@fault("V1's weights can't be loaded: layers.0.mlp.extra.weight of TinyLlama: V1 has no")
 def a_layer_too_many(model):
     model.layers[0].mlp.extra = nn.Linear(3, 3, bias=False)
 
@@ -701,18 +701,32 @@ def test_the_command_line(capsys, small_tiny) -> None:
 
 def test_the_command_line_takes_a_participants_model(capsys, small_tiny, tmp_path) -> None:
     words = ("--config", "tiny", "--precision", "fp32", "--device", "cpu", "--model")
-    plain, norm = versions.get_version("v1").path.read_text(), "return x * torch.rsqrt("
-    for name, text, status in (
-        ("right", plain, 0),
-        ("severed", plain.replace(norm, "return x.detach() * torch.rsqrt("), 1),
-    ):
+    plain, last = versions.get_version("v1").path.read_text(), "+ self.eps) * self.weight\n"
+    eps = "    norm_eps: float = 1e-5\n"
+
+    def write(name: str, old: str, new: str) -> str:
         file = tmp_path / f"{name}.py"
-        file.write_text(text)
-        assert gate_command.main([*words, str(file)]) == status
-        assert f"{name}.py tiny fp32" in capsys.readouterr().out
+        file.write_text(plain.replace(old, new))
+        return str(file)
+
+    for file, status in (
+        (write("right", "", ""), 0),
+        (write("more_fields", eps, f"{eps}    extra: int = 3\n"), 0),
+        (write("other_names", "q_proj", "query"), 1),
+        (write("severed", last, last.replace("weight", "weight.detach()")), 1),
+    ):
+        assert gate_command.main([*words, file]) == status
+        first, *reasons = capsys.readouterr().out.splitlines()
+        assert f"{file} tiny fp32" in first
+        assert len(reasons) <= gate_command.MOST_REASONS + 1 and bool(reasons) == bool(status)
+    assert "is missing" in reasons[0] and "is missing" not in reasons[-2]
+    assert "furthest beyond its limit" in first
     for given, said in (
-        ("nothing.py", "nothing.py: no such file"), (f"{file}:Llama", "there is no Llama in it"),
-    ):  # fmt: skip
+        ("nothing.py", "nothing.py: no such file"),
+        (f"{file}:Llama", "there is no Llama in it"),
+        (write("fewer_fields", eps, ""), "TinyLlamaConfig needs V1's fields"),
+        (write("broken", "import torch\n", "import torch, missing_one\n"), "broken.py:"),
+    ):
         assert gate_command.main([*words, given]) == 2
         assert said in capsys.readouterr().err
     assert gate_command.main([]) == 2

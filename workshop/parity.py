@@ -25,6 +25,9 @@ from workshop.gate.parity import ParityReport, check
 from workshop.run import flops, hardware, interpreter, presets, trainer
 from workshop.run.precision import LADDER, get_precision
 
+MOST_REASONS = 10
+"""Lines on what is wrong: one fault may change every gradient."""
+
 __all__ = ["ParityReport", "canonical_gradients", "check", "load_canonical", "main"]
 
 
@@ -54,8 +57,13 @@ def main(argv: list[str] | None = None) -> int:
         argv,
         interrupted="interrupted before the comparison was complete",
         prog="python -m workshop.parity",
-        description="Shows whether a version trains the same model as V1. Exit 0: it does; 1: no; "
-        "77: the version needs something that is missing here.",
+        description="Shows whether a version, or a model of yours, trains the same model as V1.",
+        epilog="A model's file: NAME(config) makes it, of V1's TinyLlamaConfig or of a "
+        "TinyLlamaConfig there with V1's fields. Called with tokens it returns the logits, with "
+        "tokens and targets the loss. Its weights have V1's names, or `fused_weights` says which "
+        "of them one holds. A configure_optimizer there takes the place of V1's. "
+        "Exit status: 0 it does, 1 it does not, 2 wrong usage, 77 the version needs something "
+        "that is missing here, 130 interrupted.",
     )
 
 
@@ -66,8 +74,12 @@ def _show(options: Options) -> int:
         end="",
     )
     print(f"{report.setting.device}, against {report.setting.reference_name}: {report.summary()}")
-    for failure in report.failures:
+    # A missing gradient explains what is wrong elsewhere.
+    failures = sorted(report.failures, key=lambda failure: "is missing" not in failure)
+    for failure in failures[:MOST_REASONS]:
         print(f"  {failure}")
+    if more := failures[MOST_REASONS:]:
+        print(f"  and {len(more)} more")
     return errors.DONE if report.passed else errors.ANSWER_IS_NO
 
 
@@ -82,8 +94,12 @@ def _check_version(options: Options) -> ParityReport:
     else:
         module, build = versions.load_mine(options.model, "TinyLlama")
     sizes = dataclasses.asdict(v1.TinyLlamaConfig(**presets.get_preset(options.config).model()))
-    # V1's values also where its own defaults differ.
-    config = getattr(module, "TinyLlamaConfig", v1.TinyLlamaConfig)(**sizes)
+    try:  # V1's values also where its own defaults differ
+        config = getattr(module, "TinyLlamaConfig", v1.TinyLlamaConfig)(**sizes)
+    except TypeError as error:
+        raise WorkshopError(
+            f"{module.__file__}: TinyLlamaConfig needs V1's fields: {error}"
+        ) from None
     precision = get_precision(options.precision, device, LADDER)
     shape = options.batch_size, options.seq_len
     setting = Setting(config, precision, device, options.seed, *shape)

@@ -5,6 +5,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import sys
+import traceback
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -260,12 +261,18 @@ def load_mine(place: str, otherwise: str = "") -> tuple[ModuleType, Any]:
         otherwise: the name, if `place` is FILE.py.
 
     Raises:
-        WorkshopError: there is no such file, or nothing of that name in it.
+        WorkshopError: there is no such file, it can't be imported, or has nothing of that name.
     """
     path, name = mine_file(place, otherwise)
     # Not under its own name: it may be that of a file of ours, or of another of theirs.
     path = path.resolve()
-    module = load_file(path, f"mine_{path.stem}_{zlib.crc32(bytes(path)):08x}")
+    try:
+        module = load_file(path, f"mine_{path.stem}_{zlib.crc32(bytes(path)):08x}")
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        where = f"{path}:{lines[-1]}" if lines else str(path)
+        raise WorkshopError(f"{where}: {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
         raise WorkshopError(f"{path}: there is no {name} in it")
     return module, getattr(module, name)
@@ -275,10 +282,10 @@ def mine_file(place: str, otherwise: str = "") -> tuple[Path, str]:
     """The file and the name of `load_mine`, which raises the same; nothing is imported."""
     file, colon, name = place.rpartition(":")
     path, name = (Path(file), name) if colon else (Path(place), otherwise)
-    if not path.is_file():
-        raise WorkshopError(f"{path}: no such file")
+    if not path.is_file() or path.suffix != ".py":
+        raise WorkshopError(f"{path}: no such file of Python, whose name ends in .py")
     if not name:
-        raise WorkshopError(f"{place}: the name in it is missing: {place}:NAME")
+        raise WorkshopError(f"{path}: the name in it is missing: {path}:NAME")
     return path, name
 
 

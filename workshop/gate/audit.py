@@ -40,7 +40,7 @@ from workshop.gate.parity import (
     ROUNDING_UNITS,
     Measure,
 )
-from workshop.results import FAIL, PASS
+from workshop.results import PASS
 from workshop.run import trainer
 from workshop.run.precision import get_precision, kept_matmul_mode
 
@@ -394,7 +394,7 @@ def summary(audit: results.Audit) -> str:
     """One line: the verdict and the figures behind it."""
     if audit.status == "not run":
         return audit.why
-    verdict = PASS if audit.status == "pass" else f"{FAIL}, {len(audit.failures)} reasons"
+    verdict = PASS if audit.status == "pass" else parity.fails(audit.failures)
     line = f"{verdict}: {audit.steps} steps, compared with {audit.reference}"
     closest = audit.closest()
     if closest is not None:

@@ -15,8 +15,14 @@ from workshop import results, versions
 
 def build_baseline(config: Any) -> nn.Module:
     """V1 with the sizes of `config`, whichever version's `TinyLlamaConfig` that is."""
+    return versions.load(versions.BASELINE).TinyLlama(v1_config(config))
+
+
+def v1_config(config: Any) -> Any:
+    """V1's config with the fields of another, which may have more."""
     v1 = versions.load(versions.BASELINE)
-    return v1.TinyLlama(v1.TinyLlamaConfig(**dataclasses.asdict(config)))
+    names = (one.name for one in dataclasses.fields(v1.TinyLlamaConfig))
+    return v1.TinyLlamaConfig(**{name: getattr(config, name) for name in names})
 
 
 def differing_defaults(config: Any) -> list[str]:
@@ -27,13 +33,13 @@ def differing_defaults(config: Any) -> list[str]:
         f"{type(config).__name__}'s default of {one.name} is {one.default!r}, "
         f"V1's {of_v1[one.name]!r}"
         for one in dataclasses.fields(config)
-        if one.default is not dataclasses.MISSING and one.default != of_v1[one.name]
+        if one.name in of_v1 and one.default not in (dataclasses.MISSING, of_v1[one.name])
     ]
 
 
 def canonical_state(config: Any, seed: int) -> Mapping[str, Tensor]:
     """V1's initial weights for a seed, drawn on the CPU: every version starts from these."""
-    return _canonical_state(dataclasses.astuple(config), seed)
+    return _canonical_state(dataclasses.astuple(v1_config(config)), seed)
 
 
 @functools.lru_cache(maxsize=1)  # the gate and then the run want the same, which takes seconds
@@ -60,7 +66,10 @@ def load_canonical(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             parts = _canonical_parts(model, name)
             missing = [part for part in parts if part not in remaining]
             if missing:
-                raise ValueError(f"{missing[0]} is missing from the weights to load")
+                raise ValueError(
+                    f"{name} of {type(model).__name__}: V1 has no {missing[0]}; take V1's names, "
+                    "or fused_weights for one that holds several"
+                )
             tensors = [remaining.pop(part) for part in parts]
             value = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
             if value.shape != parameter.shape:
@@ -69,7 +78,7 @@ def load_canonical(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 )
             parameter.copy_(value)
     if remaining:
-        raise ValueError(f"{next(iter(remaining))} has no place in the model")
+        raise ValueError(f"{type(model).__name__} has no {next(iter(remaining))}, V1 does")
 
 
 def canonical_gradients(model: nn.Module) -> dict[str, Tensor | None]:

@@ -145,12 +145,17 @@ def badness(measure: Measure) -> float:
     return math.inf if math.isnan(measure.error) else measure.error / measure.allowed
 
 
+def fails(failures: list[str]) -> str:
+    return f"FAIL, {len(failures)} reason{'s' if len(failures) > 1 else ''}"
+
+
 def closest(name: str, error: float, allowed: float) -> str:
     """A sentence on the quantity that comes closest to its limit, or is furthest beyond it."""
     kind, _, weight = name.partition(" of ")
     words = {"direction": "the direction in which {} moved", "movement": "how far {} moved"}
     named = words[kind].format(weight) if kind in words else name
-    return f"closest to its limit: {named}, off by {error:.1e}, allowed {allowed:.1e}"
+    where = "closest to its limit" if error <= allowed else "furthest beyond its limit"
+    return f"{where}: {named}, off by {error:.1e}, allowed {allowed:.1e}"
 
 
 @dataclass
@@ -174,7 +179,7 @@ class ParityReport:
 
     def summary(self) -> str:
         """One line: the verdict and the figures behind it."""
-        verdict = "pass" if self.passed else f"FAIL, {len(self.failures)} reasons"
+        verdict = "pass" if self.passed else fails(self.failures)
         line = f"{verdict}: gradients {self.tensors_with_grad}/{self.tensors_total}"
         if self.measures:
             name, measure = self.worst

@@ -78,12 +78,14 @@ class Process:
             reader.start()
 
     @classmethod
-    def of_module(cls, name: str, environment: Mapping[str, str]) -> "Process":
+    def of_module(
+        cls, name: str, environment: Mapping[str, str], hear: Hear = lambda _: None
+    ) -> "Process":
         """A process that is the `main` of a module of this checkout, which need not be
         installed."""
         program = f"import sys; import {name} as module; sys.exit(module.main())"
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        return cls([sys.executable, "-c", program], {**environment, "PYTHONPATH": path})
+        return cls([sys.executable, "-c", program], {**environment, "PYTHONPATH": path}, hear)
 
     def ask(self, kind: str, tensors: Mapping[str, Tensor] | None = None, /, **values: Any) -> None:
         """Raises Closed: the process has ended."""

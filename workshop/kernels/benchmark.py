@@ -34,7 +34,16 @@ from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.judge import lab_record
 from workshop.kernels import rows
 from workshop.kernels.calls import Setting
-from workshop.kernels.cases import MINE, OPS, OURS, PACKAGES, PLAIN, draw_cases, make_cases
+from workshop.kernels.cases import (
+    MINE,
+    OPS,
+    OURS,
+    PACKAGES,
+    PLAIN,
+    checked_cases,
+    draw_cases,
+    make_cases,
+)
 from workshop.kernels.measure import Judge
 from workshop.kernels.rows import Row
 from workshop.labs import KERNELS
@@ -49,7 +58,7 @@ ROUNDS, QUICK_ROUNDS = 20, 5
 class Options:
     op: list[str] = some_of(OPS, "NAME")
     mine: str = option(
-        "a function of yours, called with the arguments of V3's operator of that --op",
+        "a function of yours for that --op, which is called as below",
         "",
         metavar="FILE.py:NAME",
     )
@@ -77,9 +86,11 @@ def main(argv: list[str] | None = None) -> int:
         interrupted="interrupted before a size was complete: nothing saved",
         description=(__doc__ or "").split("\n\n    python")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0 done, 1 a kernel of ours, or yours, is wrong or does not run, "
-        "2 wrong usage,\n77 Triton or rich is missing, 130 interrupted (what was completed is "
-        "saved and shown).",
+        epilog="Functions:\n  "
+        + "\n  ".join(checked_cases(op)[0].signature for op in OPS)
+        + "\n\nExit status: 0 done, 1 a kernel of ours, or yours, is wrong or does not run, "
+        "2 wrong usage,\n77 Triton or rich is missing, or --drawn has no GPU, 130 interrupted "
+        "(what was completed is\nsaved and shown).",
     )
 
 

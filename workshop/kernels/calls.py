@@ -93,14 +93,17 @@ def draw_data(case: Case, setting: Setting, seed: int) -> Data:
 
 
 # How the arguments and upstream gradients of a check lie in memory.
-ROWS_APART, TRANSPOSED, EXPANDED = "rows apart", "transposed", "y.sum()"
-LAYOUTS = (ROWS_APART, TRANSPOSED, EXPANDED)
+AS_DRAWN, ROWS_APART = "as in a model", "NaN between the rows"
+TRANSPOSED, EXPANDED = "columns contiguous", "gradients of y.sum()"
+LAYOUTS = (AS_DRAWN, ROWS_APART, TRANSPOSED, EXPANDED)
 _GAP = 8
 
 
 def lay_out(data: Data, layout: str) -> Data:
-    """The same numbers with other strides, among them rows with NaN between them. EXPANDED has
-    other upstream gradients instead, all the same number, with strides of zero."""
+    """The same numbers with other strides. EXPANDED has other upstream gradients instead, all the
+    same number, with strides of zero."""
+    if layout == AS_DRAWN:
+        return data
     if layout == EXPANDED:
         alike = (x.flatten()[:1].view([1] * x.dim()).expand(x.shape) for x in data.upstream)
         return Data(data.arguments, tuple(alike))

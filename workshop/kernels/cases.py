@@ -93,13 +93,18 @@ class Case:
     unit: str
     amounts: Callable[[int], dict[str, float]]
     """Bytes or FLOPs of each phase that is timed, by the bytes of an element."""
-    constants: tuple[Any, ...] = ()
+    constants: dict[str, Any] = field(default_factory=dict)
     """Arguments of V3's operator after its tensors."""
     upstream_scale: float = 1.0
     parts: int = 1
     """The number of parts in which the reference is computed, so that it fits into memory."""
     cut: dict[str, int] = field(default_factory=dict)
     """The axis along which an argument or result is cut into them; others are needed whole."""
+
+    @property
+    def signature(self) -> str:
+        """How V3's operator, and a participant's function, is called."""
+        return f"{self.op}({', '.join((*self.arguments, *self.constants))})"
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -113,12 +118,12 @@ class Case:
     def kernel(self, *tensors: Tensor) -> Any:
         """V3's operator."""
         call = getattr(kernels(), self.op)
-        return call(*tensors, *self.constants)
+        return call(*tensors, *self.constants.values())
 
     def mine(self, place: str) -> Function:
         """A participant's function, FILE.py:NAME, which is called as V3's operator is."""
         find = functools.cache(lambda: versions.load_mine(place)[1])  # once: the host is timed
-        return lambda *tensors: find()(*tensors, *self.constants)
+        return lambda *tensors: find()(*tensors, *self.constants.values())
 
 
 @functools.cache
@@ -198,7 +203,7 @@ def row_case(
 
     return Case(
         *(op, size, f"{rows} x {width}", drawn, results, plain, others, GBS, amounts),
-        constants=(EPS,) if with_weight else (),
+        constants={"eps": EPS} if with_weight else {},
         parts=min(rows, 8),
         cut=dict.fromkeys([*(name for name in arguments if name != "weight"), *results], 0),
     )
@@ -380,7 +385,7 @@ def qkv_attention(B: int, T: int, H: int, K: int, D: int) -> Case:
     return heads_case(
         *("qkv_attention", (B, T, H, K, D), arguments, ("out",), plain, others),
         *(TFLOPS, lambda _: {FORWARD: forward, BACKWARD: 2 * product + 2.5 * attention}),
-        constants=(H, K),
+        constants={"num_heads": H, "num_kv_heads": K},
     )
 
 
@@ -473,13 +478,15 @@ def draw_head(random: Random) -> tuple[int, int, int]:
 
 
 class Sizes(NamedTuple):
-    """An operation's sizes: any that a training step may have, those timed on a GPU, and those
-    checked in the interpreter, which are small and fit no tile."""
+    """An operation's sizes: any that a training step may have; those timed on a GPU; those checked
+    in the interpreter, which are small and fit no tile; and others that do, for functions that are
+    right at these alone, or at others alone."""
 
     make: Callable[..., Case]
     draw: Callable[[Random], tuple[int, ...]]
     timed: tuple[tuple[int, ...], ...]
-    checked: tuple[tuple[int, ...], ...]
+    odd: tuple[tuple[int, ...], ...]
+    even: tuple[tuple[int, ...], ...]
 
 
 _NORMS = ((8192, 1024), (16384, 4096), (65536, 2048))
@@ -492,16 +499,22 @@ _ODD_ROWS = ((13, 72), (5, 257))
 _ODD_HEADS = ((2, 37, 6, 2, 32), (1, 150, 3, 1, 64))
 _ODD_LAYERS = ((37, 72, 40), (65, 24, 136))
 _ODD_HEAD = ((37, 72, 311), (65, 24, 1000))
+_EVEN_ROWS = ((16, 1024), (2, 8192))
+_EVEN_HEADS = ((1, 256, 4, 2, 64),)
+_EVEN_LAYERS = ((64, 128, 256),)
+_EVEN_HEAD = ((64, 128, 2048),)
 
 OPS = {
-    "rms_norm": Sizes(rms_norm, draw_rows, _NORMS, _ODD_ROWS),
-    "add_rms_norm": Sizes(add_rms_norm, draw_rows, _NORMS, _ODD_ROWS),
-    "apply_rope": Sizes(apply_rope, draw_heads, (_MEDIUM,), _ODD_HEADS),
-    "swiglu": Sizes(swiglu, draw_rows, _SWIGLU, _ODD_ROWS),
-    "flash_attention": Sizes(flash_attention, draw_heads, (_MEDIUM, *_LONG), _ODD_HEADS),
-    "qkv_attention": Sizes(qkv_attention, draw_heads, (_MEDIUM, _LONG[0]), _ODD_HEADS),
-    "feed_forward": Sizes(feed_forward, draw_layer, _LAYERS, _ODD_LAYERS),
-    "linear_cross_entropy": Sizes(linear_cross_entropy, draw_head, _HEAD, _ODD_HEAD),
+    "rms_norm": Sizes(rms_norm, draw_rows, _NORMS, _ODD_ROWS, _EVEN_ROWS),
+    "add_rms_norm": Sizes(add_rms_norm, draw_rows, _NORMS, _ODD_ROWS, _EVEN_ROWS),
+    "apply_rope": Sizes(apply_rope, draw_heads, (_MEDIUM,), _ODD_HEADS, _EVEN_HEADS),
+    "swiglu": Sizes(swiglu, draw_rows, _SWIGLU, _ODD_ROWS, _EVEN_ROWS),
+    "flash_attention": Sizes(
+        flash_attention, draw_heads, (_MEDIUM, *_LONG), _ODD_HEADS, _EVEN_HEADS
+    ),
+    "qkv_attention": Sizes(qkv_attention, draw_heads, (_MEDIUM, _LONG[0]), _ODD_HEADS, _EVEN_HEADS),
+    "feed_forward": Sizes(feed_forward, draw_layer, _LAYERS, _ODD_LAYERS, _EVEN_LAYERS),
+    "linear_cross_entropy": Sizes(linear_cross_entropy, draw_head, _HEAD, _ODD_HEAD, _EVEN_HEAD),
 }
 
 
@@ -517,6 +530,11 @@ def make_cases(ops: list[str], *, timed: bool, quick: bool) -> list[Case]:
     cases = []
     for name, sizes in OPS.items():
         if name in ops:
-            chosen = sizes.timed if timed else sizes.checked
+            chosen = sizes.timed if timed else sizes.odd
             cases += [sizes.make(*size) for size in (chosen[:1] if quick else chosen)]
     return cases
+
+
+def checked_cases(op: str) -> list[Case]:
+    """Those at which a participant's function is checked."""
+    return [OPS[op].make(*size) for size in (*OPS[op].odd, *OPS[op].even)]

@@ -10,8 +10,10 @@ device, which has done all earlier work by then.
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,9 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workshop import errors
+from workshop import errors, versions
 from workshop.judge.pipe import Message, Pipe
 from workshop.kernels.calls import (
+    EXPANDED,
+    GRADIENT,
     NO_GRAPH,
     Data,
     Outcome,
@@ -103,6 +107,7 @@ class Contest:
     def __init__(self, asked: dict[str, Any], setting: Setting) -> None:
         self.case, self.setting = OPS[asked["op"]].make(*asked["sizes"]), setting
         self.functions = functions(self.case, setting.device, asked["mine"])
+        self._mine = asked["mine"]
         self._peak_mb: dict[str, float] = {}
         self._found: Outcome = {}
         self._programs: dict[str, Program] = {}
@@ -119,21 +124,46 @@ class Contest:
                 if self.setting.device.type == "cuda":
                     torch.cuda.synchronize()  # a device that is lost ends the process, here
                 texts = [str(warning.message) for warning in warned]
-                pipe.send("refused", why=_reason(error, texts))
+                pipe.send("refused", why=_reason(error, texts) + self._hint(message, error))
             else:
                 pipe.send("answered", tensors, **values)
 
-    def _prove(self, name: str, seed: int, layout: str) -> Answer:
-        """A check with views; what PyTorch allocates meanwhile holds NaN until it is written to."""
-        data = lay_out(draw_data(self.case, self.setting, seed), layout)
-        before = data.fresh().arguments
+    def _hint(self, message: Message, error: Exception) -> str:
+        """Where a participant's file raised an error, or how its function is called."""
+        if message.values.get("name") != MINE:
+            return ""
+        file = versions.mine_file(self._mine)[0].resolve()
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
+        if frames:
+            return f" ({file.name}:{frames[-1].lineno} in {frames[-1].name})"
+        wrong_call = isinstance(error, TypeError)
+        return f"; it is called as {self.case.signature}" if wrong_call else ""
+
+    def _find_mine(self, name: str) -> Answer:
+        """Imports a participant's file, which the judge never does."""
+        if not callable(versions.load_mine(self._mine)[1]):
+            raise errors.WorkshopError(f"{self._mine} is not a function")
+        return {}, {}
+
+    def _check_mine(self, name: str, seed: int, layout: str, precision: str) -> Answer:
+        """A check of a participant's function. An earlier call had other numbers at the same
+        addresses. What PyTorch allocates meanwhile holds NaN until it is written to."""
+        function = self.functions[name]
+        setting = dataclasses.replace(self.setting, precision=PRECISIONS[precision])
+        data = lay_out(draw_data(self.case, setting, seed), layout)
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
-            self._found = outcome(self.case, self.functions[name], data)
+            if layout != EXPANDED:  # whose upstream gradients are all one number in memory
+                now, data = data, lay_out(draw_data(self.case, setting, seed + 1), layout)
+                outcome(self.case, function, data)
+                data.fill(now)
+            before = data.fresh().tensors
+            self._found = outcome(self.case, function, data)
         finally:
             torch.use_deterministic_algorithms(False)
-        arguments = zip(self.case.arguments, before, data.arguments, strict=True)
-        return {}, {"overwritten": [name for name, old, new in arguments if not old.equal(new)]}
+        names = (*self.case.arguments, *(GRADIENT + result for result in self.case.results))
+        pairs = zip(names, before, data.tensors, strict=True)
+        return {}, {"overwritten": [name for name, old, new in pairs if not old.equal(new)]}
 
     def _check(self, name: str, seed: int) -> Answer:
         function, data = self.functions[name], draw_data(self.case, self.setting, seed)
@@ -204,8 +234,13 @@ def _reason(error: BaseException, warned: list[str]) -> str:
         silent = ("not used because", "has been runtime disabled")
         reasons = [text for text in warned if not any(words in text for words in silent)]
         return reasons[0].split(" (Triggered")[0] if reasons else "has no kernel for this case"
-    first_line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first_line}"[:160]
+    if isinstance(error, errors.WorkshopError):
+        return str(error)
+    lines = str(error).strip().splitlines() or [""]
+    text = lines[0]
+    if type(error).__module__.startswith("triton"):  # it says where, shows the lines, says why
+        text += f" {lines[-1]}"
+    return f"{type(error).__name__}: {text}"[:240]
 
 
 class Program:

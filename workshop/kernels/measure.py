@@ -20,9 +20,11 @@ the turns; false figures of memory and of the host's time; an implementation tha
 import contextlib
 import copy
 import dataclasses
+import itertools
 import math
 import os
 import secrets
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,11 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workshop.errors import WorkshopError
 from workshop.gate.audit import BUCKETS, sketch
 from workshop.gate.outcome import relative_rms
 from workshop.judge.judge import IMPOSSIBLE, SHARE
 from workshop.judge.pipe import Closed, Message
-from workshop.judge.process import Process
+from workshop.judge.process import Hear, Process
 from workshop.kernels.calls import (
     GRADIENT,
     LAYOUTS,
@@ -47,11 +50,12 @@ from workshop.kernels.calls import (
     names,
     outcome,
 )
-from workshop.kernels.cases import COMPILED, GBS, HOST, MINE, OURS, PLAIN, Case, make_cases
+from workshop.kernels.cases import COMPILED, GBS, HOST, MINE, OURS, PLAIN, Case, checked_cases
 from workshop.kernels.rows import NOTHING_TIMED, Row
 from workshop.labs import LabRun
 from workshop.results import LEAST, MOST, Parity, Status
 from workshop.run import chips, interpreter, timing
+from workshop.run.precision import PRECISIONS, Precision
 
 MULTIPLE = 2.0
 """An implementation's distance from the reference may be this multiple of the plain version's."""
@@ -180,6 +184,8 @@ class Judge:
             mine: a participant's function, FILE.py:NAME, which gets a row, too.
         """
         self.setting, self.rounds, self._blank, self.mine = setting, rounds, blank, mine
+        self._checked: tuple[Parity, str] | None = None
+        """The verdict on `mine`, which is checked once, and a note."""
         self._running: Process | None = None
         self._asked = ""
         self._silent = dict[str, str]()
@@ -188,7 +194,9 @@ class Judge:
     @property
     def _process(self) -> Process:
         if self._running is None:
-            self._running = start_process(self.setting.device)
+            self._running = start_process(
+                self.setting.device, show_line if self.mine else lambda _: None
+            )
             precision = self.setting.precision.name
             self._running.ask("setting", device=str(self.setting.device), precision=precision)
         return self._running
@@ -266,7 +274,7 @@ class Judge:
     def _measure(self, case: Case, runs: list[LabRun]) -> None:
         for run in runs:
             if run.variant == MINE:
-                self._prove(case.op, run)
+                self._check_mine(case, run)
         self._begin(case)
         seed = secrets.randbits(62)
         data = draw_data(case, self.setting, seed)
@@ -295,27 +303,53 @@ class Judge:
         self._process.ask("case", op=case.op, sizes=case.sizes, mine=self.mine)
         self._process.answer("answered")
 
-    def _prove(self, op: str, run: LabRun) -> None:
-        """Checks a participant's function as our tests check V3's operators: at odd sizes, with
-        views, with NaN in memory that nothing has been written to; up to the first failure."""
-        for case in make_cases([op], timed=False, quick=False):
+    def _check_mine(self, case: Case, run: LabRun) -> None:
+        """Checks a participant's function once, as our tests check V3's operators: at odd and even
+        sizes, with other strides, with NaN in memory that nothing has been written to; up to the
+        first failure. One for 16 bits is also checked in fp32, where 1% more is no rounding; since
+        it may multiply in TF32 there, with that precision's allowance.
+
+        Raises WorkshopError: there is no such function.
+        """
+        if self._checked is None:
             self._begin(case)
-            for layout in LAYOUTS:
-                where, seed = f"{case.size}, {layout}: ", secrets.randbits(62)
-                try:
-                    answer = self._ask("prove", run, seed=seed, layout=layout)
-                except Refused as refused:
-                    run.gate.status = "fail"
-                    run.gate.failures.append(f"{where}{refused}")
-                    return
-                data = lay_out(draw_data(case, self.setting, seed), layout)
-                reference = in_parts(case, data, torch.float64)
-                allowed = allowances(case, data, reference, self.setting)
-                for name in answer.values.get("overwritten") or ():
-                    run.gate.failures.append(f"{where}{name} was overwritten")
-                compare(run.gate, self._sketches(run, None), reference, allowed, where)
-                if run.gate.failures:
-                    return
+            try:
+                self._ask("find_mine", run)
+            except Refused as refused:
+                raise WorkshopError(f"--mine {refused}") from None
+            own, notes = self.setting.precision.name, list[str]()
+            for name in (own,) if own == "fp32" else ("tf32", own):
+                if run.gate.status != "fail":
+                    notes.append(self._check_mine_in(PRECISIONS[name], case.op, run))
+            self._checked = copy.deepcopy(run.gate), "; ".join(filter(None, notes))
+        gate, note = self._checked
+        run.gate = copy.deepcopy(gate)
+        add_note(run, note)
+
+    def _check_mine_in(self, precision: Precision, op: str, run: LabRun) -> str:
+        """Fails the run's gate, or returns a note on what was found right."""
+        setting, cases = dataclasses.replace(self.setting, precision=precision), checked_cases(op)
+        dtype = str(precision.dtype).removeprefix("torch.")
+        for case, layout in itertools.product(cases, LAYOUTS):
+            where, seed = f"{dtype}, {case.size}, {layout}: ", secrets.randbits(62)
+            self._begin(case)
+            how = {"seed": seed, "layout": layout, "precision": precision.name}
+            try:
+                answer = self._ask("check_mine", run, **how)
+            except Refused as refused:
+                if precision.name == "tf32":
+                    return f"not checked in {dtype} ({refused})"
+                run.gate.status, run.gate.failures = "fail", [f"{where}{refused}"]
+                return ""
+            data = lay_out(draw_data(case, setting, seed), layout)
+            reference = in_parts(case, data, torch.float64)
+            allowed = allowances(case, data, reference, setting)
+            for name in answer.values.get("overwritten") or ():
+                run.gate.failures.append(f"{where}{name} was overwritten")
+            compare(run.gate, self._sketches(run, None), reference, allowed, where)
+            if run.gate.failures:
+                return ""
+        return f"right in {dtype} at {', '.join(case.size for case in cases)}"
 
     def _sketches(self, run: LabRun, index: int | None) -> Sketches:
         """Those of the check (None) or of a timed call."""
@@ -414,9 +448,14 @@ class Judge:
                 run.status, run.error = "skipped", untimed if self.rounds else NOTHING_TIMED
 
 
-def start_process(device: torch.device) -> Process:
+def start_process(device: torch.device, hear: Hear) -> Process:
     interpreted = {interpreter.VARIABLE: "1"} if device.type == "cpu" else {}
-    return Process.of_module("workshop.kernels.implementations", os.environ | interpreted)
+    return Process.of_module("workshop.kernels.implementations", os.environ | interpreted, hear)
+
+
+def show_line(line: str) -> None:
+    """Shows what a participant's function has printed, or another implementation beside it."""
+    print(f"  | {line}", file=sys.stderr)
 
 
 def _number(answer: Message, name: str) -> float:
