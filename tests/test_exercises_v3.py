@@ -53,7 +53,7 @@ import torch
 from workshop.kernels import offline
 from workshop.exercises.frame import import_file
 basics, custom = (import_file(Path(path)) for path in sys.argv[2:])
-with offline.compiling(offline.get_chip(sys.argv[1]), "") as launches:
+with offline.compiling(offline.CHIPS[sys.argv[1]], "") as launches:
     row, wide = torch.empty(1000), torch.empty(33, 50, dtype=torch.bfloat16)
     basics.add(row, row, torch.empty(1000))
     basics.softmax(torch.empty(5, 63), torch.empty(5, 63))

@@ -229,7 +229,7 @@ def test_kernels_compile_where_triton_has_no_early_launches(type_command, tmp_pa
     ],
 )
 def test_occupancy(target, warps, registers, shared_bytes, waves, limited_by) -> None:
-    waves_by = offline.occupancy(offline.get_chip(target), warps, registers, shared_bytes)
+    waves_by = offline.occupancy(offline.CHIPS[target], warps, registers, shared_bytes)
     kernel = offline.Kernel(target, "name", [], waves_by=waves_by)
     assert (kernel.waves, kernel.limited_by) == (waves, limited_by)
 
@@ -237,6 +237,6 @@ def test_occupancy(target, warps, registers, shared_bytes, waves, limited_by) ->
 def test_too_much_lds_is_a_fault() -> None:
     kernel = offline.Kernel("gfx942", "name", [], spills={"bytes": 0}, shared_bytes=65537)
     kernel.waves_by = {"LDS": 1.0}
-    (fault,) = offline.find_faults(offline.get_chip("gfx942"), kernel)
+    (fault,) = offline.find_faults(offline.CHIPS["gfx942"], kernel)
     assert fault.startswith("needs 65,537 bytes of LDS memory, a program may have 65,536")
-    assert list(offline.find_faults(offline.get_chip("gfx950"), kernel)) == []
+    assert list(offline.find_faults(offline.CHIPS["gfx950"], kernel)) == []

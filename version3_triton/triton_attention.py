@@ -545,7 +545,7 @@ def flash_attention(
     but the first. Backward: twice q, k, v and dout, once out and each gradient. One pass for all
     three gradients would save 4 of the 14, and would have to add dq up in memory, in fp32, tile of
     keys by tile of keys: on an H200 that took longer at 128 to 4,096 tokens (README.md, "tried").
-    `triton_attention_hopper` does so, for long sequences.
+    `triton_attention_hopper_backward` does so, for long sequences.
 
     Raises:
         TypeError, ValueError: see `triton_launch.check`; shapes that do not fit; a head size that

@@ -1,8 +1,8 @@
 """Attention's backward pass for Hopper, on the parts of `triton_attention_hopper`.
 
 It is one kernel, where `triton_attention` has two: five products instead of seven, but dq is added
-up in memory, in fp32, in no fixed order. One kernel before it and one behind prepare the sums and
-round them.
+up in memory, in fp32, in no fixed order. A kernel before it prepares the sums; those behind it
+round them and turn rotated heads back.
 
 Shapes in the comments: as in `triton_attention`.
 """

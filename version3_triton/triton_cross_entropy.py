@@ -93,8 +93,8 @@ BLOCKS = {"sm": (1, 1024, 32), "gfx": (1, 1024, 16), "interpreter": (256, 512, 1
 
 
 def launch(R: int, width_groups: int) -> tuple[int, dict[str, int]]:
-    """Programs, and the kernel's block sizes and warps. A short row gets fewer threads: it takes 4
-    steps too then, and more rows are under way at once."""
+    """Programs, and the kernel's block sizes and warps. A short row gets fewer threads: it
+    takes about 4 steps too then, and more rows are under way at once."""
     rows, groups, warps = tuned(BLOCKS)
     fewer = max(1, groups // max(64, next_power_of_2(width_groups) // 4))
     options = launch_options(max(1, warps // fewer))
@@ -271,8 +271,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         A scalar, fp32.
 
     Products: 6 N C V operations in the forward pass, none in the backward; without gradients
-    2 N C V. Memory: the logits of a chunk (`chunk_rows`) and both gradients; the weight's gathers
-    in fp32. The logits are written once and read and written once more, in part from L2.
+    2 N C V. Memory: the logits of a chunk (`chunk_rows`), the weight in the products' dtype, both
+    gradients; the weight's gathers in fp32. The logits are written once and read and written once
+    more, in part from L2.
 
     Raises:
         TypeError, ValueError: see `triton_launch.check`; targets that are not int64; shapes that

@@ -105,7 +105,7 @@ def _benchmark(options: Options) -> int:
     interpreted = interpreter.asked_for() or not torch.cuda.is_available()
     if options.drawn and interpreted:
         raise NotOnThisMachine("--drawn: these sizes take a GPU, and the kernels are interpreted")
-    device = hardware.get_device("cpu" if interpreted else "auto")
+    timed, device = not interpreted, hardware.get_device("cpu" if interpreted else "auto")
     precision = get_precision(options.precision, device)
     precision.set_matmul_mode()
     setting = Setting(device, precision)
@@ -113,8 +113,7 @@ def _benchmark(options: Options) -> int:
     if options.drawn:
         cases = draw_cases(options.op, options.drawn, options.seed)
     else:
-        cases = make_cases(options.op, timed=not interpreted, quick=options.quick)
-    timed = not interpreted
+        cases = make_cases(options.op, timed=timed, quick=options.quick)
     first = lab_record.of_calls(device, precision, KERNELS, timed=timed, seed=options.seed)
     first.baseline = PLAIN
     for package in PACKAGES:

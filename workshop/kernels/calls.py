@@ -64,7 +64,7 @@ class Data:
         return Data(arguments, upstream)
 
     def fresh(self) -> "Data":
-        """A copy: some implementations overwrite what they are given."""
+        """A copy, gaps between numbers left out: some implementations overwrite their arguments."""
         return self.changed(torch.clone)
 
     def fill(self, original: "Data", index: int = 0) -> None:

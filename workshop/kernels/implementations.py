@@ -78,10 +78,11 @@ def serve(pipe: Pipe) -> int:
     with on_its_stream(stream):
         while (message := pipe.receive()).kind != "end":
             if message.kind == "case":
-                contest = Contest(message.values, Setting(device, precision, stream))
+                setting = Setting(device, precision, stream)
+                implementations = Implementations(message.values, setting)
                 pipe.send("answered")
             else:
-                contest.answer(message, pipe)
+                implementations.answer(message, pipe)
     return errors.DONE
 
 
@@ -101,7 +102,7 @@ Answer = tuple[dict[str, Tensor], dict[str, Any]]
 """The tensors and values of a message."""
 
 
-class Contest:
+class Implementations:
     """All implementations of a case, which are timed in turn, so that drift hits all alike."""
 
     def __init__(self, asked: dict[str, Any], setting: Setting) -> None:

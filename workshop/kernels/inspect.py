@@ -34,7 +34,7 @@ from workshop import errors, results, tables, versions
 from workshop.arguments import option, run, some_of
 from workshop.errors import WorkshopError
 from workshop.kernels import offline
-from workshop.kernels.offline import CHIPS, KIB, Chip, Kernel, Launch, get_chip
+from workshop.kernels.offline import CHIPS, KIB, Chip, Kernel, Launch
 from workshop.run import presets
 from workshop.run.precision import PRECISIONS, Precision
 from workshop.tables import number
@@ -69,7 +69,7 @@ def inspect_target(target: str, options: Options) -> Answer:
     os.environ["TRITON_INTERPRET"] = "0"
     # It logs what goes wrong within an operator; so do we, in a line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    chip = get_chip(target)
+    chip = CHIPS[target]
     offline.prepare_operators()
     found: dict[str, Kernel] = {}
     names: set[str] = set()
@@ -328,7 +328,7 @@ def _inspect(options: Options) -> int:
     if options.json is not None:
         results.write_json(options.json, as_json(kernels))
     for target, answer in zip(options.target, answers, strict=True):
-        show(get_chip(target), answer.kernels)
+        show(CHIPS[target], answer.kernels)
     faulty = sum(bool(kernel.faults) for kernel in kernels)
     verdict = (
         f"{faulty} of {len(kernels)} kernels have faults"

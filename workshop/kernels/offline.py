@@ -23,7 +23,7 @@ from unittest import mock
 from torch import Tensor
 
 from workshop import versions
-from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.errors import NotOnThisMachine
 
 KIB = 1024
 
@@ -100,13 +100,6 @@ CHIPS = {
         Chip("sm_120", "RTX 50, RTX PRO", 12, 100, 128, 24),
     )
 }
-
-
-def get_chip(name: str) -> Chip:
-    """Raises WorkshopError for one that is not in CHIPS."""
-    if name not in CHIPS:
-        raise WorkshopError(f"unknown target {name!r}: choose from {', '.join(CHIPS)}")
-    return CHIPS[name]
 
 
 def occupancy(

@@ -36,7 +36,7 @@ ATTENTION = "attention_backward_dk_dv"
 
 def check(work: Work) -> Iterator[Item]:
     yield from ask(work, Measured, (_where, *FROM_THE_BENCHMARK))
-    yield from ask(work, lambda _: offline.get_chip("sm_90"), OCCUPANCY)
+    yield from ask(work, lambda _: offline.CHIPS["sm_90"], OCCUPANCY)
     yield from work.each(_compiled)
 
 

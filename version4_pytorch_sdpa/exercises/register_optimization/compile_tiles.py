@@ -13,7 +13,7 @@ from typing import Any
 
 from workshop.errors import NotOnThisMachine, printable
 from workshop.exercises.frame import import_file
-from workshop.kernels.offline import Kernel, compiling, get_chip, read_kernel
+from workshop.kernels.offline import CHIPS, Kernel, compiling, read_kernel
 
 TOKENS, HIDDEN, INTERMEDIATE = 16 * 512, 1024, 4096
 """M, K and N: the sizes of `medium`."""
@@ -60,7 +60,7 @@ def compile_tile(path: Path, target: str, tile: tuple[int, ...]) -> Compiled:
     os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
     import torch
 
-    chip = get_chip(target)
+    chip = CHIPS[target]
     try:
         module = import_file(path)  # anew: a kernel keeps what it was compiled to, for any chip
         with compiling(chip, "") as launches:
