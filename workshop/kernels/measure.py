@@ -9,12 +9,14 @@ by relative RMS. The allowance calibrates itself on what the plain version loses
 precision. What the process sends are sketches, whose seed it gets when the work is done.
 
 The clock: from "go" to the answer of each turn. The process's own times, by events on the device,
-are kept, and must agree with the judge's. Arguments are drawn anew for each turn. Of one turn, which
-the process can't know, one call is compared as in the check: if it is wrong, the row has no times.
+are kept, and must agree with the judge's. Arguments are drawn anew for each turn. Of one turn,
+which the process can't know, one call is compared as in the check: if it is wrong, the row has no
+times.
 
 What it misses: work that begins when the arguments are there, before "go", or ends after the
-answer, when a sketch is asked for; times that are too short by less than TURN_MS, or in fewer than half of
-the turns; false figures of memory and of the host's time; an implementation that changes another.
+answer, when a sketch is asked for; times that are too short by less than TURN_MS, or in fewer than
+half of the turns; false figures of memory and of the host's time; an implementation that changes
+another.
 """
 
 import contextlib
