@@ -9,7 +9,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 from workshop.exercises import frame, sheet
+from workshop.exercises.answers import Answers, tomllib
 from workshop.exercises.frame import Item, Work
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,3 +84,41 @@ def unanswered(name: str, **where: Path) -> list[Item]:
     for key in re.findall(r"(?m)^(\w+) = ", questions.read_text(encoding="utf-8")):
         assert re.search(rf"not answered yet: (\w+\.)?{key}\b", red(items)), key
     return items
+
+
+def wrong_answers(name: str, **where: Path) -> dict[str, list[Any]]:
+    """Wrong values of each of the solution's answers: a number that is too large, another text, the
+    other words of a choice (of which some may be right, too). A prediction is never red."""
+    choices: dict[str, tuple[str, ...]] = {}
+    true_choice = Answers.choice
+
+    def choice(answers: Answers, key: str, words: tuple[str, ...]) -> str:
+        choices[key.rpartition(".")[2]] = words
+        return true_choice(answers, key, words)
+
+    right = SOLUTIONS / name / frame.MY_ANSWERS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Answers, "choice", choice)
+        assert not red(checked(name, answers=right, **where))
+    tables = tomllib.loads(right.read_text(encoding="utf-8"))
+    answers = {key: value for key, value in tables.items() if not isinstance(value, dict)}
+    for table, values in tables.items():
+        answers |= values if isinstance(values, dict) and table != "predict" else {}
+    return {
+        key: [word for word in choices[key] if word.casefold() != value.casefold()]
+        if key in choices
+        else [value[::-1] if isinstance(value, (str, list)) else 1.5 * value + 2.3]
+        for key, value in answers.items()
+        if not key.startswith("predicted_")
+    }
+
+
+def check_each_answer(name: str, folder: Path, **where: Path) -> None:
+    """Each wrong answer to the solution's questions is the one that is red, with a reason."""
+    for key, values in wrong_answers(name, **where).items():
+        found = []
+        for value in values:
+            answers = with_answers(name, folder, **{key: value})
+            found.append([item for item in checked(name, answers=answers, **where) if not item.ok])
+        assert {1} <= {*map(len, found)} <= {0, 1}, (key, found)
+        assert all(len(item.why.split(": ")[-1]) > 5 for items in found for item in items), found
