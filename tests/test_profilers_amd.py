@@ -477,17 +477,6 @@ def check_recorded_step(table: KernelTable) -> None:
     assert table.timeline == Timeline(225, 175, calls=3)
 
 
-def test_database(tmp_path: Path) -> None:
-    path = build_database(tmp_path / "odd #name? 100%.db", *NO_COUNTERS)
-    before = path.read_bytes()
-    table = rocprofv3.read(path)
-    check_recorded_step(table)
-    assert (table.steps, table.phases_ns) == (1, {"forward": 125})
-    assert table.host_calls == {LAUNCH: HostCall(2, 7)}
-    assert table.device == "AMD Instinct"
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-
-
 # A kernel launched while HSA is traced has the correlation of the call to HSA.
 UNDER_HSA = (
     f"INSERT INTO regions{UUID} SELECT id + 100, 'HSA_CORE_API', 'hsa_signal_store_screlease', "
@@ -495,6 +484,18 @@ UNDER_HSA = (
     f"UPDATE kernels{UUID} SET stack_id = stack_id * 10",
     f"UPDATE memory_copies{UUID} SET stack_id = stack_id * 10",
 )
+
+
+@pytest.mark.parametrize("more", [(), UNDER_HSA])
+def test_database(tmp_path: Path, more: tuple[str, ...]) -> None:
+    path = build_database(tmp_path / "odd #name? 100%.db", *NO_COUNTERS, *more)
+    before = path.read_bytes()
+    table = rocprofv3.read(path)
+    check_recorded_step(table)
+    assert (table.steps, table.phases_ns) == (1, {"forward": 125})
+    assert table.host_calls == {LAUNCH: HostCall(2, 7)}
+    assert table.device == "AMD Instinct"
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 # rocprof-sys has its own names for the categories, and markers' messages as the regions' names.
@@ -509,17 +510,17 @@ OF_ROCPROF_SYS = (
 )
 
 
-@pytest.mark.parametrize("more", [(), UNDER_HSA])
-def test_a_database_of_rocprof_sys(tmp_path: Path, more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("name", "more"), [("rocpd-77.db", ()), ("rocpd.db", UNDER_HSA)])
+def test_a_database_of_rocprof_sys(tmp_path: Path, name: str, more: tuple[str, ...]) -> None:
     plain = rocprofv3.read(build_database(tmp_path / "plain.db", *NO_COUNTERS))
     folder = tmp_path / "sample"
     folder.mkdir()
-    build_database(folder / "rocpd-77.db", *more, *OF_ROCPROF_SYS)
+    build_database(folder / name, *more, *OF_ROCPROF_SYS)
     table = load(folder)
     assert table.host_calls and table.steps and table.tool == "rocprof-sys"
     assert dataclasses.replace(table, tool="rocprofv3", path=plain.path) == plain
     build_database(
-        folder / "rocpd-77.db", *OF_ROCPROF_SYS,
+        folder / name, *OF_ROCPROF_SYS,
         *(f"DELETE FROM {view}{UUID}" for view in ("kernels", "memory_copies")),
     )  # fmt: skip
     assert (load(folder).tool, load(folder).launches) == ("rocprof-sys", 0)
@@ -628,7 +629,9 @@ def long_rows(counter: str, values: Iterable[float], ns: int) -> list[Row]:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("files", [["pmc_perf"], ["pmc_perf_0", "pmc_perf_1"], ["results_a"]])
+@pytest.mark.parametrize(
+    "files", [["pmc_perf"], ["pmc_perf_0", "pmc_perf_1"], ["results_0", "results_1"]]
+)
 def test_a_workload_with_a_row_for_each_counter(
     tmp_path: Path, files: list[str], packed: bool
 ) -> None:
