@@ -41,26 +41,6 @@ def test_what_is_new_changed_or_gone_is_noticed(folder) -> None:
     assert found.refresh() and not found.runs and len(found.profiles) == 1
 
 
-@pytest.mark.parametrize(
-    ("place", "text"),
-    [
-        ("runs/cut.jsonl", A_RUN[:1500]),
-        ("profiles/v1/ncu/kernels.json", "{"),
-        ("other/kernels.json", '{"schema_version": 1, "kernel_table": "ncu", "kernels": [3]}'),
-    ],
-)
-def test_a_broken_file_is_named_and_harms_no_other(folder, place, text) -> None:
-    (folder / place).parent.mkdir(parents=True, exist_ok=True)
-    (folder / place).write_text(text)
-    found = Collection([folder])
-    found.refresh()
-    assert [broken.path for broken in found.broken] == [folder / place]
-    assert place in found.broken[0].reason and "\n" not in found.broken[0].reason
-    assert (len(found.runs), len(found.profiles)) == (1, 1)
-    (folder / place).unlink()
-    assert found.refresh() and not found.broken
-
-
 def test_a_table_without_record_has_its_version_from_its_folder(folder) -> None:
     profile = folder / "profiles" / "v4" / "pytorch_profiler"
     (profile / "run.jsonl").unlink()

@@ -205,10 +205,7 @@ def test_what_is_typed_wrong_is_refused_in_a_line(program, apart, monkeypatch, c
 
 COMPARE, SWEEP = "analysis_tools/compare_versions.py", "--device cpu --sweep"
 ROOFLINE, REGRESSION = "analysis_tools/roofline_analysis.py", "analysis_tools/regression_tester.py"
-DASHBOARD, MACHINE = (
-    "analysis_tools/performance_dashboard.py",
-    "workshop/classroom/check_machine.py",
-)
+MACHINE = "workshop/classroom/check_machine.py"
 TOGETHER = [
     (COMPARE, "--device cpu --precision fp32 fp16", "precision fp16: the CPU does not have it"),
     (COMPARE, "--from-results empty", "no result files"),
@@ -229,7 +226,6 @@ TOGETHER = [
     (ROOFLINE, f"{NCU_CSV} {CPU_PROFILE}", "a roofline is of one device"),
     (REGRESSION, "check --baseline baseline.jsonl --from-results runs --junit .", ". is a folder"),
     (REGRESSION, "baseline save --baseline b.json --repeats 1", "--repeats 1: the scatter between"),
-    (DASHBOARD, "--port 65536", "between 0 and 65535"),
     (MACHINE, "--collect empty", "no machine's file in it"),
 ]
 """Programs, words that are right in themselves, and what the answer must say."""

@@ -42,14 +42,6 @@ def test_a_refused_operator_is_one_line_with_its_place(switched_on, capsys) -> N
     assert line.count("\n") == 1 and "in work): leave the flag out" in line
 
 
-def test_another_error_is_not_swallowed() -> None:
-    def work() -> int:
-        raise RuntimeError("something else")
-
-    with pytest.raises(RuntimeError, match="something else"):
-        errors.exit_status(work, interrupted="")
-
-
 def test_v3_embedding_gradient_of_one_order(switched_on) -> None:
     pytest.importorskip("triton")
     kernels = versions.load("v3").tk

@@ -34,10 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     checkpoint,
 )
-from torch.utils.flop_counter import FlopCounterMode
 
 from workshop import versions
-from workshop.run import flops
 
 
 @pytest.fixture(autouse=True)
@@ -323,15 +321,6 @@ def test_compiled_without_a_graph_break_or_checkpointed_it_computes_the_same(mod
     ):
         for ours, plain in zip(loss_and_gradients(model, step), eager, strict=True):
             torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
-
-
-def test_the_flop_counter_sees_every_product(model) -> None:
-    with FlopCounterMode(display=False) as counter:
-        loss_and_gradients(model)
-    work = flops.step_flops(model.config, 2, 17)
-    attention = flops.attention_flops(model.config, 2, 17)
-    # The backward pass of attention has seven products; the gradients need four of them.
-    assert counter.get_total_flops() == pytest.approx(work.total + attention * 3 / 2)
 
 
 def test_autocast_reaches_every_operator(model) -> None:

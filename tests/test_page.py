@@ -314,6 +314,7 @@ def test_broken_files_are_named_and_do_no_harm(tmp_path) -> None:
     benchmark = next(iter(records.files_in(H200 / "kernels")))
     for name, text in (
         ("profiles/v1/ncu/kernels.json", '{"schema_version": 1, "kernel_table": 3}'),
+        ("other/kernels.json", '{"schema_version": 1, "kernel_table": "ncu", "kernels": [3]}'),
         ("kernels/runs/a.jsonl", benchmark.read_text().replace('"phase_ms": {', '"phase": {', 1)),
         ("harness/harness_v1.json", '{"version": "v1"}'),
         ("ceilings/other.json", '{"schema_version": 1,'),  # of another machine
@@ -325,7 +326,7 @@ def test_broken_files_are_named_and_do_no_harm(tmp_path) -> None:
     parsed = parse(html)
     assert len(parsed.named("How fast")[0]) == 2
     for words in ("v2_cut.jsonl", "truncated", "step_ms: expected", "phase is unknown",
-                  "kernels.json", "a.jsonl", "harness"):  # fmt: skip
+                  "ncu/kernels.json", "other/kernels.json", "a.jsonl", "harness"):  # fmt: skip
         assert words in html[html.index("Broken files") :], words
     assert "other.json" in html  # it takes no roofline
     assert parsed.tags.count("img") == 1

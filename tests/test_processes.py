@@ -112,9 +112,10 @@ def test_a_full_disk_is_one_line(capsys) -> None:
     assert capsys.readouterr().err == "error: /tmp/x: No space left on device\n"
 
 
-def test_another_error_stays_what_it_is() -> None:
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_another_error_stays_what_it_is(error) -> None:
     def work() -> int:
-        raise ValueError("no such thing")
+        raise error("no such thing")
 
-    with pytest.raises(ValueError, match="no such thing"):
+    with pytest.raises(error, match="no such thing"):
         errors.exit_status(work, interrupted="")

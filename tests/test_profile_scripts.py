@@ -430,21 +430,16 @@ ANALYZE_REFUSES = """
 case $1 in
   --version) echo "rocprofiler-compute version: 3.8.0 (r)" ;;
   profile) mkdir -p workloads/roofline/MI300X && echo rows >workloads/roofline/MI300X/a.csv ;;
-  analyze) echo "[ERROR] $SAYS"; exit 1 ;;
+  analyze) echo "[ERROR] The 'dash==3.4.0' package was not found in the environment."; exit 1 ;;
 esac
 """
 
 
-@pytest.mark.parametrize(
-    ("says", "status"),
-    [("The 'dash==3.4.0' package was not found in the current environment.", 0), ("no data", 1)],
-)
-def test_without_the_text_of_analyze_there_is_a_table(says, status, machine: Machine) -> None:
+def test_without_the_packages_of_analyze_there_is_a_table(machine: Machine) -> None:
     machine.install(rocprof_compute=ANALYZE_REFUSES, **AMD_GPU)
-    done = machine.run("rocprof_compute", "--class", SAYS=says)
-    assert done.returncode == status, done.stderr
-    assert ("left out roofline.txt" in done.stdout) == (status == 0)
-    assert (machine.out / "kernels.json").exists()
+    done = machine.run("rocprof_compute", "--class")
+    assert done.returncode == 0, done.stderr
+    assert "left out roofline.txt" in done.stdout and (machine.out / "kernels.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -617,7 +612,7 @@ def test_rocprof_compute_analyzes_what_it_has_profiled(machine: Machine) -> None
     assert done.returncode == 0, done.stderr
     for mode in ("counters", "roofline"):
         assert (machine.out / f"{mode}.txt").read_text() == f"report of workloads/{mode}/MI300X\n"
-    # Without the packages of the analysis the profile is worth something all the same.
+    # Where the analysis fails the profile is worth something all the same.
     machine.install(rocprof_compute=body.replace("analyze) ", "analyze) exit 1;"))
     done = machine.run("rocprof_compute")
     assert done.returncode == 1

@@ -112,14 +112,6 @@ def test_a_disturbed_run_is_measured_again_once_and_both_are_kept(
     assert row["step_ms"] == timing.median([ms for run in used for ms in run.step_ms])
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5000, "83 min"), (7200, "2 h")],
-)
-def test_times_are_told_in_words(seconds, words) -> None:
-    assert progress.about(seconds) == words
-
-
 def test_long_work_says_now_and_then_how_far_it_is(monkeypatch, capsys) -> None:
     """Ten items of 15 s each."""
     now = [0.0]
