@@ -127,6 +127,19 @@ def copy_of() -> Callable[[str], ModuleType]:
     return load
 
 
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, str], Path]:
+    """Writes a text file of the test's own."""
+
+    def write(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
 @pytest.fixture(scope="session")
 def type_command() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a command as a user types it, from a folder of the repository."""

@@ -394,11 +394,10 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
 
-def interrupted(output: Path, *words: str, after: str) -> Finished:
-    """A run with very many steps that gets a Ctrl-C once it has printed something."""
-    typed = [str(word) for word in command("v1", output, *words, "--num-steps", "100000")]
+def interrupted(*typed: str | Path, after: str) -> Finished:
+    """A program in V1's folder that gets a Ctrl-C once it has printed something."""
     process = subprocess.Popen(
-        [sys.executable, "-c", AT_A_KEYBOARD, *typed[1:]],
+        [sys.executable, "-c", AT_A_KEYBOARD, *map(str, typed)],
         cwd=script("v1")["folder"],
         env=os.environ | ONE_CORE,
         stdout=subprocess.PIPE,
@@ -416,11 +415,15 @@ def interrupted(output: Path, *words: str, after: str) -> Finished:
         rest, errors = process.communicate(timeout=HANGS_S)
     finally:
         process.kill()
-    return Finished(typed, process.returncode, shown + rest, errors)
+    return Finished(process.args, process.returncode, shown + rest, errors)
+
+
+def endless(output: Path) -> list[str | Path]:
+    return command("v1", output, "--num-steps", "100000")[1:]
 
 
 def test_ctrl_c_saves_the_completed_steps(tmp_path) -> None:
-    finished = interrupted(tmp_path, "--no-gate", after="\nstep 2: ")
+    finished = interrupted(*endless(tmp_path), "--no-gate", after="\nstep 2: ")
     assert finished.returncode == 130, finished.stderr
     assert finished.stderr == ""
     run = the_run(tmp_path)  # valid, and the only file there
@@ -433,7 +436,7 @@ def test_ctrl_c_saves_the_completed_steps(tmp_path) -> None:
 
 
 def test_ctrl_c_before_a_step_saves_nothing(tmp_path) -> None:
-    finished = interrupted(tmp_path, after="gate: comparing")
+    finished = interrupted(*endless(tmp_path), after="gate: comparing")
     assert finished.returncode == 130
     assert finished.stderr == "interrupted before a timed step was complete: nothing saved\n"
     assert files(tmp_path) == []

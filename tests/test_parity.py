@@ -690,17 +690,10 @@ def test_one_element_of_a_narrow_norm_may_move_otherwise(seed, odd_config) -> No
     assert report.passed, report.failures
 
 
-def test_the_command_line(capsys, small_tiny) -> None:
-    words = ("--config", "tiny", "--precision", "fp32", "--device", "cpu", "--version")
-    assert gate_command.main([*words, "v2"]) == 0
-    printed = capsys.readouterr().out
-    assert "pass: gradients 11/11" in printed
-    assert gate_command.main([*words, "v9"]) == 2
-    assert capsys.readouterr().err.startswith("error: unknown version 'v9'")
-
-
-def test_the_command_line_takes_a_participants_model(capsys, small_tiny, tmp_path) -> None:
-    words = ("--config", "tiny", "--precision", "fp32", "--device", "cpu", "--model")
+def test_the_command_line_takes_a_version_or_a_participants_model(
+    capsys, small_tiny, tmp_path
+) -> None:
+    words = ("--config", "tiny", "--precision", "fp32", "--device", "cpu")
     plain, last = versions.get_version("v1").path.read_text(), "+ self.eps) * self.weight\n"
     eps = "    norm_eps: float = 1e-5\n"
 
@@ -715,22 +708,25 @@ def test_the_command_line_takes_a_participants_model(capsys, small_tiny, tmp_pat
         (write("other_names", "q_proj", "query"), 1),
         (write("severed", last, last.replace("weight", "weight.detach()")), 1),
     ):
-        assert gate_command.main([*words, file]) == status
+        assert gate_command.main([*words, "--model", file]) == status
         first, *reasons = capsys.readouterr().out.splitlines()
         assert f"{file} tiny fp32" in first
         assert len(reasons) <= gate_command.MOST_REASONS + 1 and bool(reasons) == bool(status)
     assert "is missing" in reasons[0] and "is missing" not in reasons[-2]
     assert "furthest beyond its limit" in first
+    assert gate_command.main([*words, "--version", "v2"]) == 0
+    assert "pass: gradients 11/11" in capsys.readouterr().out
+    broken = write("broken", "import torch\n", "import torch, missing_one\n")
     for given, said in (
-        ("nothing.py", "nothing.py: no such file"),
-        (f"{file}:Llama", "there is no Llama in it"),
-        (write("fewer_fields", eps, ""), "TinyLlamaConfig needs V1's fields"),
-        (write("broken", "import torch\n", "import torch, missing_one\n"), "broken.py:"),
+        (["--model", "nothing.py"], "nothing.py: no such file"),
+        (["--model", f"{file}:Llama"], "there is no Llama in it"),
+        (["--model", write("fewer_fields", eps, "")], "TinyLlamaConfig needs V1's fields"),
+        (["--model", broken], "broken.py:"),
+        (["--version", "v9"], "error: unknown version 'v9'"),
+        ([], "--version or --model"),
     ):
-        assert gate_command.main([*words, given]) == 2
+        assert gate_command.main([*words, *given]) == 2
         assert said in capsys.readouterr().err
-    assert gate_command.main([]) == 2
-    assert "--version or --model" in capsys.readouterr().err
 
 
 def test_a_missing_tensor_is_infinitely_far() -> None:

@@ -5,11 +5,7 @@ import csv
 import dataclasses
 import gzip
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 from argparse import Namespace
 from contextlib import contextmanager, nullcontext
@@ -18,8 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import HANGS_S
-from test_cli import AT_A_KEYBOARD, ONE_CORE, SMALL, WIDE_HEADS, TypeCommand, script
+from test_cli import ONE_CORE, SMALL, WIDE_HEADS, TypeCommand, interrupted, script
 from test_compare import needs_triton
 
 from workshop import records, versions
@@ -299,23 +294,10 @@ def test_two_runs_do_not_fill_one_folder(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_says_that_the_folder_is_not_complete(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    words = ["run_pytorch_profiler.py", "--steps", "5000", "--output-dir", folder, "--", *SMALL]
-    process = subprocess.Popen(
-        [sys.executable, "-c", AT_A_KEYBOARD, *words],
-        cwd=script("v1")["folder"],
-        env=os.environ | ONE_CORE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        while "  data " not in process.stdout.readline():
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=HANGS_S)
-    finally:
-        process.kill()
-    assert process.returncode == 130, error
+    words = ("run_pytorch_profiler.py", "--steps", "5000", "--output-dir", folder, "--", *SMALL)
+    finished = interrupted(*words, after="  data ")
+    error = finished.stderr
+    assert finished.returncode == 130, error
     assert error.endswith(f"interrupted: {folder} is not complete\n") and "Traceback" not in error
     assert (folder / "command.txt").read_text().endswith("\n# exit status 130\n")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -29,17 +29,6 @@ Row = Mapping[str, object]
 Write = Callable[[str, str], Path]
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def write(name: str, text: str) -> Path:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        return path
-
-    return write
-
-
 def table_text(columns: str, rows: Iterable[Row], first: str = "") -> str:
     """A CSV file as rocprofv3 writes it: texts in quotation marks, numbers without; "1" where a
     row has no value for a column."""

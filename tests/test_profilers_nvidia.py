@@ -31,16 +31,6 @@ def rows_text(rows: Iterable[Iterable[object]], *, quote: int = csv.QUOTE_MINIMA
     return text.getvalue()
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str, str], Path]:
-    def write(name: str, text: str) -> Path:
-        path = tmp_path / name
-        path.write_text(text)
-        return path
-
-    return write
-
-
 Write = Callable[[str, str], Path]
 
 

@@ -1,8 +1,6 @@
 """The picture of a trace: what is drawn of it, exactly; and that it is drawn, whatever it holds."""
 
 import json
-import re
-import shlex
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -229,30 +227,13 @@ def test_arrows_lead_from_launches_to_their_first_kernels(write: Callable[[list]
 # --- the picture ---------------------------------------------------------------------------------
 
 
-def test_the_pages_pictures_are_made_by_its_commands(tmp_path: Path) -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    commands = re.findall(
-        r"^trace=(\S+)$|^python -m workshop\.profilers draw \$trace (.*)$", page, re.MULTILINE
-    )
-    drawn = [command for _, command in commands if command]
-    assert len(drawn) == len(list((ROOT / "docs/images").glob("trace_*.png")))
-    trace = ""
-    for assigned, command in commands:
-        trace = assigned or trace
-        if not command:
-            continue
-        flags = shlex.split(command)
-        value = dict(zip(flags[::2], flags[1::2], strict=True))
-        committed = ROOT / value["--output"]
-        assert f"](images/{committed.name})" in page
-        ends = {"start_ms": ("--from", float), "end_ms": ("--to", float), "step": ("--step", int)}
-        stretch = {n: read(value[flag]) for n, (flag, read) in ends.items() if flag in value}
-        picture.draw(ROOT / trace, tmp_path / committed.name, **stretch)
-        height, width = imread(tmp_path / committed.name).shape[:2]
-        assert width == picture.WIDTH and height <= picture.HEIGHT
-        assert imread(committed).shape[:2] == (height, width)
-        assert committed.stat().st_size < 200_000
-    assert len(list(tmp_path.iterdir())) == len(drawn)  # and nothing else is left
+def test_a_picture_of_the_page_fits_a_screen(tmp_path: Path) -> None:
+    """`make docs` makes them all by the page's commands: test_doc_images.py, test_readme.py."""
+    picture.draw(FIXTURE, tmp_path / "a.png", start_ms=SECOND_STEP.start)
+    height, width = imread(tmp_path / "a.png").shape[:2]
+    assert width == picture.WIDTH and height <= picture.HEIGHT
+    assert imread(ROOT / "docs/images/trace_step.png").shape[:2] == (height, width)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]  # and nothing else is left
 
 
 @pytest.mark.parametrize(
