@@ -20,7 +20,7 @@ from workshop.exercises.__main__ import main
 from workshop.exercises.answers import Answers
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Work
-from workshop.exercises.predict import Found, disturbed, prediction
+from workshop.exercises.predict import Found, disturbed
 from workshop.exercises.progress import FILE, Progress
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -266,11 +266,6 @@ INFINITE = ZERO_IN.where(ZERO_IN != 0, float("-inf"))
 )
 def test_rounding_is_no_difference(yours, right, limit, ok) -> None:
     assert first_difference(yours, right, what="out", limit=limit).ok == ok
-
-
-def test_a_prediction_is_never_red() -> None:
-    off = prediction("t", 1, 4, "ms", why="W.")
-    assert off.ok and off.why == "predicted 1 ms, measured 4 ms: 4 times too low\nW."
 
 
 @pytest.mark.parametrize(

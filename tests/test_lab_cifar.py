@@ -23,10 +23,8 @@ from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
 from labs.cifar10_roofline.train import main
 from workshop import labs, records
 from workshop.labs import LabRun
-from workshop.versions import ROOT
 
 CPU = torch.device("cpu")
-FOLDER = ROOT / "labs" / "cifar10_roofline"
 IMAGES = 10
 """In each of the six files."""
 
