@@ -26,16 +26,7 @@ from workshop.judge.process import Process
 from workshop.kernels import benchmark as tool
 from workshop.kernels import calls, cases, implementations, measure, rows
 from workshop.kernels.calls import Setting
-from workshop.kernels.cases import (
-    BACKWARD,
-    BOTH,
-    FORWARD,
-    GBS,
-    HOST,
-    OURS,
-    PLAIN,
-    TFLOPS,
-)
+from workshop.kernels.cases import BACKWARD, BOTH, FORWARD, GBS, HOST, OURS, PLAIN, TFLOPS
 from workshop.kernels.rows import Row
 from workshop.labs import KERNELS, LabRun
 from workshop.results import Parity

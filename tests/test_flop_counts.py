@@ -157,10 +157,7 @@ def test_an_interpreted_step_is_counted_on_one_sequence_and_not_timed(
 
 @pytest.mark.parametrize("error", ["not installed", "failed (MissingCUDAException: y)"])
 def test_without_deepspeed_the_table_is_whole_and_a_cut_backward_pass_is_named(
-    error: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     request = profile_run.make_request(versions.VERSIONS["v1"], SMALL, 1)
     monkeypatch.setattr(flop_counts, "count_with_deepspeed", lambda *_: (None, error))

@@ -31,9 +31,7 @@ from kernel_cases import (
     worst_excess,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    checkpoint,
-)
+from torch.utils.checkpoint import checkpoint
 
 from workshop import versions
 

@@ -476,10 +476,7 @@ def test_a_first_step_that_overflows_changes_nothing(graph: bool) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [
-        (("--batch-size", "51"), "has 50 images"),
-        (("--precision", "fp16"), "does not have it"),
-    ],
+    [(("--batch-size", "51"), "has 50 images"), (("--precision", "fp16"), "does not have it")],
 )
 def test_flags_that_can_not_be_are_one_line(train, flags, said) -> None:
     status, printed = train(*flags)

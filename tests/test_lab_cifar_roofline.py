@@ -224,10 +224,7 @@ def test_amd_s_profiles(tmp_path, drawn, capsys) -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        ("", "give --ai and --gflops, or --report alone"),
-        ("--report {missing}", "no such file"),
-    ],
+    [("", "give --ai and --gflops, or --report alone"), ("--report {missing}", "no such file")],
 )
 def test_what_cannot_be_drawn(words, message, tmp_path, capsys) -> None:
     trace = write_run(tmp_path / "run", kernel_trace=(KERNEL_TRACE, [dispatch(GEMM, 0, 100)]))

@@ -205,12 +205,7 @@ def test_times_of_more_iterations_than_were_asked_for_are_red() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fused"),
-    [
-        ("resnet18", 17),
-        ("googlenet", 57),
-        ("densenet121", 59),
-    ],
+    ("name", "fused"), [("resnet18", 17), ("googlenet", 57), ("densenet121", 59)]
 )
 def test_fused_operators_compute_the_same(name: str, fused: int) -> None:
     network = dataclasses.replace(networks.get_network(name), edge=64)

@@ -331,8 +331,7 @@ def test_a_fault_of_the_timed_run_is_red(fault, made, plain, monkeypatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("answers", "words"),
-    [([], "before it was judged"), (["finished", "shown"], "something else")],
+    ("answers", "words"), [([], "before it was judged"), (["finished", "shown"], "something else")]
 )
 def test_a_process_that_answers_nothing_does_not_pass(
     answers, words, plain, tmp_path, monkeypatch

@@ -19,15 +19,7 @@ from test_lab_scale_out import (  # noqa: F401
     the_run,
 )
 
-from labs.scale_out import (
-    audit,
-    collectives,
-    documents,
-    loop,
-    measure,
-    request,
-    strategies,
-)
+from labs.scale_out import audit, collectives, documents, loop, measure, request, strategies
 from workshop import errors, labs, records, tables
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun

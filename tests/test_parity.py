@@ -302,10 +302,7 @@ def norm_eps_of_1e_2(model: nn.Module) -> None:
 for name, edit in (
     ("feed_forward_weights_in_int8", lambda m: round_weights(m, 127, torch.round)),
     ("feed_forward_weights_in_fp8", lambda m: round_weights(m, 448, as_fp8)),
-    (
-        "logits_capped_at_30",
-        lambda m: wrap_forward(m.lm_head, lambda z: 30 * torch.tanh(z / 30)),
-    ),
+    ("logits_capped_at_30", lambda m: wrap_forward(m.lm_head, lambda z: 30 * torch.tanh(z / 30))),
     ("norm_eps_of_1e_2", norm_eps_of_1e_2),
     ("secretly_in_bf16", lambda m: wrap_forward(m.norm, lambda y: y.bfloat16().float())),
     # In bf16 alone: the gate in fp32 does not see it.
@@ -313,10 +310,7 @@ for name, edit in (
         "feed_forward_weights_in_int8_in_bf16_alone",
         lambda m: round_weights(m, 127, torch.round, in_bf16),
     ),
-    (
-        "feed_forward_weights_in_fp8_in_bf16_alone",
-        lambda m: round_weights(m, 448, as_fp8, in_bf16),
-    ),
+    ("feed_forward_weights_in_fp8_in_bf16_alone", lambda m: round_weights(m, 448, as_fp8, in_bf16)),
 ):
     fault(name=name)(edit)
 

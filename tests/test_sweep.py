@@ -265,12 +265,7 @@ def test_a_red_gate_has_no_figures_and_fails_the_sweep() -> None:
     one = build(at("v1", 128), at("v1", 256), at("v2", 128), at("v2", 256, gate="fail"))
     assert one.failed
     assert comparisons.point_without_time(curve(one, "v2").points[1]) == "FAIL"
-    assert [line.style for line in comparisons.sweep_table(one).lines] == [
-        None,
-        None,
-        None,
-        "red",
-    ]
+    assert [line.style for line in comparisons.sweep_table(one).lines] == [None, None, None, "red"]
     record = comparisons.of_sweeps([one]).items[0]["curves"][1]["points"][1]
     assert (record["step_ms"], record["peak_memory_mb"], record["parity"]) == (None, None, "fail")
 

@@ -6,13 +6,7 @@ import json
 
 import pytest
 import torch
-from test_compare import (
-    FEW_STEPS,
-    SHRINK_PRESET,
-    V2,
-    copy_repository,
-    use_versions_of,
-)
+from test_compare import FEW_STEPS, SHRINK_PRESET, V2, copy_repository, use_versions_of
 from test_results import make_result
 from test_versions import Recorder
 from torch import nn
@@ -136,10 +130,7 @@ def test_a_version_without_its_kernels_is_v1s_model(precision) -> None:
 
 @pytest.mark.slow
 @interpreted
-@pytest.mark.parametrize(
-    "switch",
-    waterfall.switches("v3")[1:],
-)
+@pytest.mark.parametrize("switch", waterfall.switches("v3")[1:])
 def test_each_kernel_of_v3_can_be_switched_off_alone(switch) -> None:
     module = versions.load("v3")
     report = parity.check(
