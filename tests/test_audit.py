@@ -131,14 +131,14 @@ def skips(lost: Callable[[int], bool]) -> Fault:
     return plant
 
 
-def before_steps(fault: Fault, first: int = GATED + 1) -> Fault:
-    """Plants a fault before each of the optimizer's steps, from number `first` on."""
+def before_steps(fault: Fault, first: int = GATED + 1, last: int = STEPS) -> Fault:
+    """Plants a fault before each of the optimizer's steps, from number `first` to `last`."""
 
     def plant(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         numbers = itertools.count(1)
 
         def spoil(*_: object) -> None:
-            if next(numbers) >= first:
+            if first <= next(numbers) <= last:
                 fault(model, optimizer)
 
         optimizer.register_step_pre_hook(spoil)
@@ -161,21 +161,6 @@ def without_gradient(are_left_out: Callable[[str], bool]) -> Fault:
         for name, parameter in model.named_parameters():
             if are_left_out(name):
                 parameter.grad = None
-
-    return plant
-
-
-def late(fault: Fault) -> Fault:
-    """A gradient's fault in the last seven steps alone: its hook is then in place."""
-
-    def plant(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        numbers = itertools.count(1)
-
-        def spoil(*_: object) -> None:
-            if next(numbers) == STEPS - 7:
-                fault(model, optimizer)
-
-        optimizer.register_step_pre_hook(spoil)
 
     return plant
 
@@ -302,7 +287,9 @@ def test_what_rounded_outputs_cost_the_scores_gradients_is_allowed() -> None:
     assert audit.of_scores(name) and error > 0.2, "nothing cancels here: the test shows nothing"
     for factor in (0.0, 0.5):
         name = "layers.5.self_attn.qkv_proj.weight"
-        found = course("v2", of, late(scaled_gradient(name, LONG.hidden_dim, factor)))
+        # A gradient's fault in the last seven steps alone: its hook is then in place.
+        fault = before_steps(scaled_gradient(name, LONG.hidden_dim, factor), STEPS - 7, STEPS - 7)
+        found = course("v2", of, fault)
         for against in (first, later):
             failures = judge(found, against, of).failures
             part = "part along V1's of the gradient of layers.5.self_attn.q_proj.weight"

@@ -618,8 +618,3 @@ def test_the_notebook_is_a_copy_that_this_machine_alone_can_open(tmp_path) -> No
     mine.write_text("mine")
     assert run(command).returncode == 0
     assert (mine.read_text(), tour.read_text()) == ("mine", "the tour")
-
-
-def test_the_container_for_codespaces_sets_itself_up() -> None:
-    described = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
-    assert described["postCreateCommand"] == "make setup"
