@@ -222,6 +222,7 @@ TOGETHER = [
     (ROOFLINE, "", "nothing to show: give a PATH"),
     (ROOFLINE, f"{NCU_CSV} --chip Abacus", "--chip Abacus: not listed; known"),
     (ROOFLINE, TRACE, "bytes and operations of each kernel need counters"),
+    (ROOFLINE, CPU_PROFILE, "bytes and operations of each kernel need counters"),
     (ROOFLINE, "runs --config huge", "no run is huge"),
     (ROOFLINE, f"{NCU_CSV} {CPU_PROFILE}", "a roofline is of one device"),
     (REGRESSION, "check --baseline baseline.jsonl --from-results runs --junit .", ". is a folder"),

@@ -179,8 +179,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_code_is_named_with_its_line(name, demo, monkeypatch) -> None:
     code, message = BROKEN[name]
-    write(demo)
-    (demo / "mine.py").write_bytes(code.encode("utf-8", errors="surrogateescape"))
+    write(demo, mine=code)
     monkeypatch.setattr(sys, "path", [*sys.path])
     items = list(runner.check_here(Work(demo)))
     assert message in red(items)

@@ -227,10 +227,8 @@ def test_amd_s_profiles(tmp_path, drawn, capsys) -> None:
     [("", "give --ai and --gflops, or --report alone"), ("--report {missing}", "no such file")],
 )
 def test_what_cannot_be_drawn(words, message, tmp_path, capsys) -> None:
-    trace = write_run(tmp_path / "run", kernel_trace=(KERNEL_TRACE, [dispatch(GEMM, 0, 100)]))
-    paths = {"raw": NCU_RAW, "missing": tmp_path / "missing.csv", "trace": trace}
-    out = tmp_path / "a.png"
-    status, _, error = plotted(capsys, *words.format(**paths).split(), "--out", out)
+    out, missing = tmp_path / "a.png", tmp_path / "missing.csv"
+    status, _, error = plotted(capsys, *words.format(missing=missing).split(), "--out", out)
     assert status == 2 and message in error and len(error.splitlines()) == 1
     assert not out.exists()
 

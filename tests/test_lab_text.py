@@ -478,7 +478,6 @@ DAMAGED: list[tuple[Callable[[Path], Any], str]] = [
 
 @pytest.fixture
 def refuses(typed, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., None]]:
-    Path("empty.txt").write_text("\n \n")
     Path("binary").write_bytes(b"\xff\xfe\x00")
 
     def check(flags: list[str], status: int, message: str, **more: Any) -> None:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from analysis_tools import roofline_analysis
 from workshop import records, versions
 from workshop.compare.rows import ordinary, size_of
-from workshop.errors import WorkshopError
 from workshop.profilers import kernel_file
 from workshop.profilers.load import load as load_table
 from workshop.profilers.table import Kernel, KernelTable
@@ -30,9 +29,7 @@ from workshop.show import roofline_chart
 
 ROOT = Path(__file__).parents[1]
 NCU = ROOT / "tests/fixtures/profilers/ncu/ncu_raw_h200.csv"
-TRACE = ROOT / "tests/fixtures/profilers/kineto/h200_small_2layer_trace.json.gz"
 H200 = ROOT / "results/reference/nvidia_h200"
-CPU_PROFILE = ROOT / "results/reference/cpu_amd_epyc/profiles/v4/pytorch_profiler"
 MEDIUM = H200 / "runs" / "20261129-191803-29d68a.jsonl"
 HOSTILE = "\x1b[31m[bold]<b>evil</b>[/bold]<script>alert(1)</script>$x^2$"
 
@@ -250,14 +247,6 @@ def test_an_unknown_chip_has_achieved_figures_until_it_is_measured(analyse, tmp_
     assert {ceiling["origin"] for ceiling in content["ceilings"]} == {MEASURED}
     assert "compute roof: 641 of 700 TFLOP/s (bf16), 92%; " in printed
     assert "no data sheet of NVIDIA X9 is listed" in printed and "IMPLAUSIBLE" not in printed
-
-
-@pytest.mark.parametrize("path", [CPU_PROFILE, TRACE])
-def test_a_trace_has_no_counters(path: Path) -> None:
-    with pytest.raises(
-        WorkshopError, match=r"nothing for a roofline: bytes and operations of each kernel.*run_ncu"
-    ):
-        roofline_inputs.load([path])
 
 
 def test_rocprof_computes_caches_are_ceilings(tmp_path) -> None:
