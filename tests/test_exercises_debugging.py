@@ -21,14 +21,13 @@ import repairs
 import run_all_stages
 from debug_causes import NONE, Sight
 from debug_results import StageResult
+from exercise_cases import FOLDERS, SOLUTIONS, checked
 
 from workshop.exercises import frame
-from workshop.exercises.frame import Item, Work
+from workshop.exercises.frame import Item
 from workshop.gate import canonical
-from workshop.versions import ROOT
 
-FOLDER = ROOT / "version3_triton" / "exercises" / "performance_debugging"
-SOLUTIONS = ROOT / "exercises" / "solutions" / "performance_debugging"
+NAME = "performance_debugging"
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 TINY_MODEL = {
@@ -82,7 +81,7 @@ def diagnose(measured, found, tmp_path) -> Callable[..., list[Item]]:
     """Checks the solution, with the values of these results and with some answers changed."""
 
     def run(results: Path = measured, **changes: str) -> list[Item]:
-        text = (SOLUTIONS / "my_diagnosis.toml").read_text(encoding="utf-8")
+        text = (SOLUTIONS / NAME / "my_diagnosis.toml").read_text(encoding="utf-8")
         for key, result in found.items():
             metric = re.search(rf'\[{key}\][^\[]*?metric = "(\w+)"', text)
             if metric:
@@ -92,7 +91,7 @@ def diagnose(measured, found, tmp_path) -> Callable[..., list[Item]]:
             text = replace(text, key.replace("__", "."), value)
         path = tmp_path / "my_diagnosis.toml"
         path.write_text(text, encoding="utf-8")
-        return check(path, results)
+        return checked(NAME, answers=path, results=results)
 
     return run
 
@@ -104,11 +103,6 @@ def replace(text: str, key: str, value: str) -> str:
     changed, count = re.subn(rf"(?m)^{name} = [^#\n]*", f"{name} = {value} ", rest, count=1)
     assert start and count == 1, key
     return head + start + changed
-
-
-def check(answers: Path, results: Path) -> list[Item]:
-    module = frame.import_file(FOLDER / "check.py")
-    return list(module.check(Work(FOLDER, answers=answers, results=results)))
 
 
 def red(items: list[Item]) -> list[str]:
@@ -153,7 +147,8 @@ def test_a_repaired_stage_has_v3s_gradients(number) -> None:
 
 
 def test_the_template_fails(measured) -> None:
-    items = check(FOLDER / "diagnosis.toml", measured)
+    template = FOLDERS[NAME] / frame.DIAGNOSIS
+    items = checked(NAME, answers=template, results=measured)
     assert [item.what for item in items if item.ok] == ["your results of the six stages"]
     wrong = [item.what for item in items if not item.ok]
     assert all(what.startswith("not answered yet: ") for what in wrong)

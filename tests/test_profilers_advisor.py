@@ -22,7 +22,6 @@ from workshop.run import flops
 from workshop.run.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
-FIXTURES = ROOT / "tests" / "fixtures" / "profilers"
 
 FOREACH = "void at::native::multi_tensor_apply_kernel<TensorListMetadata<{}>, PointwiseOpFunctor>()"
 FUSED = "void at::native::multi_tensor_apply_kernel<Metadata<4>, FusedAdamMathFunctor<float>>()"
@@ -382,25 +381,6 @@ def test_a_cpus_operators() -> None:
 
 
 # --- real profiles, and any ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("trace", "bound", "quoted"),
-    [
-        ("h200_v1_small_step", "launch-bound", "runs 1,329 kernels a step"),
-        ("h200_v2_small_step", "launch-bound", "runs 546 kernels a step"),
-        ("h200_v3_small_step", "GEMM-bound", "612 µs a step; attention 10%: 178 µs a step"),
-        ("h200_v4_medium_trace", "GEMM-bound", "(GEMM 55%: 12.2 ms a step; attention 11%: "),
-    ],
-)
-def test_traces_from_an_h200(trace: str, bound: str, quoted: str) -> None:
-    profile = kineto.read(FIXTURES / "kineto" / f"{trace}.json.gz")
-    assert profile.loading is None
-    found = advise(profile)
-    first = headline(found)
-    assert first is not None and first.finding == bound
-    assert quoted in first.sentence
-    assert {advice.severity for advice in found} == {NOTE}
 
 
 @pytest.mark.parametrize("version", ["v1", "v2", "v3", "v4"])

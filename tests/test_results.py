@@ -219,12 +219,9 @@ HEAD: dict[str, Any] = {
     "command": [],
 }
 VALID = json.dumps(dataclasses.asdict(make_result()))
-NO_JSON = {
+BROKEN = {
     "truncated": (VALID[: len(VALID) // 2], "no valid JSON"),
     "NaN": (VALID.replace("99.0", "NaN"), "no valid JSON"),
-}
-
-BROKEN = {
     "missing": ({k: v for k, v in json.loads(VALID).items() if k != "version"}, "field `version`"),
     "unknown": (changed("speed", to=9), "field speed is unknown"),
     "text for a time": (changed("step_ms", 1, to="99"), r"field step_ms\[1\]: expected `float`"),
@@ -241,9 +238,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(
-    ("content", "message"), [*NO_JSON.values(), *BROKEN.values()], ids=[*NO_JSON, *BROKEN]
-)
+@pytest.mark.parametrize(("content", "message"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_file_is_named_with_its_line_and_field(content, message, tmp_path) -> None:
     path = write(tmp_path, content)
     with pytest.raises(WorkshopError, match=message) as caught:

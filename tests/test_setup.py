@@ -441,11 +441,9 @@ def test_an_activated_environment_is_made_anew_from_the_python_below_it(story) -
 # --- Validation scripts ---------------------------------------------------------------------------
 
 
-def validate(
-    name: str, *arguments: str, environment: dict[str, str] | None = None, python: str = ""
-) -> Run:
+def validate(name: str, *arguments: str, environment: dict[str, str] | None = None) -> Run:
     """One of the scripts, in this Python, with the repository importable as after set-up."""
-    command = [python or sys.executable, SCRIPTS / f"{name}.py", *arguments]
+    command = [sys.executable, SCRIPTS / f"{name}.py", *arguments]
     return run(command, {"PYTHONPATH": str(ROOT), **(environment or {})})
 
 
