@@ -419,6 +419,7 @@ def interrupted(*typed: str | Path, after: str) -> Finished:
 
 
 def endless(output: Path) -> list[str | Path]:
+    """The words of a run with very many steps."""
     return command("v1", output, "--num-steps", "100000")[1:]
 
 

@@ -108,29 +108,24 @@ def write_sample(to: Path) -> None:
     amd.build_database(to / "rocpd-77.db", *amd.OF_ROCPROF_SYS)
 
 
-STEP = {"hottest_percent": 90.6, "kernels_a_step": 7, "idle_percent": 36.2, "hottest": amd.GEMM}
-STEP |= {"category": "GEMM", "waits": "GPU"}
-TOOLS: dict[str, tuple[Callable[[Path], object], dict[str, Any], dict[str, Any]]] = {
+TOOLS: dict[str, tuple[Callable[[Path], object], dict[str, Any]]] = {
     "rocprofv3": (
-        *(amd.write_step, STEP),
-        {"hottest": "add", "hottest_percent": 1, "kernels_a_step": 84, "idle_percent": 70,
-         "category": "norm"},
+        amd.write_step,
+        {"hottest": amd.GEMM, "hottest_percent": 90.6, "kernels_a_step": 7, "idle_percent": 36.2,
+         "category": "GEMM", "waits": "GPU"},
     ),
-    "rocprof_sys": (write_sample, {"launch_us": 0.0035}, {"launch_us": 0.007}),
+    "rocprof_sys": (write_sample, {"launch_us": 0.0035}),
     "rocprof_compute": (
-        *(write_workload, {"fastest_gbs": 30.7, "ridge": 150, "intensity": 1.67, "side": "memory"}),
-        {"fastest_gbs": 40, "ridge": 206, "intensity": 446, "side": "arithmetic"},
+        write_workload, {"fastest_gbs": 30.7, "ridge": 150, "intensity": 1.67, "side": "memory"},
     ),
 }  # fmt: skip
-"""Of each what writes its outputs, and right and wrong answers to them."""
+"""Of each what writes its outputs, and the right answers to them: those to the recorded ones are
+others."""
 
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_the_outputs_of_amds_tools(tool: str, results: Path, tmp_path: Path) -> None:
     """In one form each: test_profilers_amd.py has those of the tools' versions."""
-    write, right, wrong = TOOLS[tool]
+    write, right = TOOLS[tool]
     write(profile(results, tool))
     assert not red(checked(NAME, answers=with_answers(NAME, tmp_path, **right), results=results))
-    for key, value in wrong.items():
-        answers = with_answers(NAME, tmp_path, **right | {key: value})
-        assert red(checked(NAME, answers=answers, results=results)), key
