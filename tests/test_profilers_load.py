@@ -76,14 +76,6 @@ H200 = "NVIDIA H200"
 # A file or folder: (tool, device, steps, names, launches), times in µs, time by category, calls of
 # the runtime's functions.
 RECORDED: dict[str, tuple[tuple[Any, ...], dict[str, float], dict[str, float], dict[str, int]]] = {
-    "kineto/h200_v3_small_step.json.gz": (
-        ("torch.profiler", H200, 1, 36, 298),
-        {"total": 1815.530, "busy": 1815.530, "span": 1968.042, "forward": 464.866,
-         "backward": 1096.999, "optimizer": 250.177},
-        {"GEMM": 611.519, "elementwise": 357.287, "optimizer": 250.177, "copy": 226.525,
-         "attention": 177.508, "norm": 155.554, "other": 36.960},
-        {"cudaStreamIsCapturing": 4, "cudaMemcpyAsync": 1, "cudaGraphLaunch": 3},
-    ),
     "kineto/h200_v4_medium_trace.json.gz": (
         ("torch.profiler", H200, 3, 52, 1728),
         {"total": 66485.901, "busy": 66485.835, "span": 68086.148, "forward": 20385.307,
