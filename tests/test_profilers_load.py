@@ -85,12 +85,6 @@ RECORDED: dict[str, tuple[tuple[Any, ...], dict[str, float], dict[str, float], d
         {"cudaStreamIsCapturing": 12, "cudaMemcpyAsync": 3, "cudaGraphLaunch": 9,
          "cudaDeviceSynchronize": 1},
     ),
-    "ncu/ncu_raw_h200.csv": (
-        ("ncu", H200, None, 12, 15),
-        {"total": 186.080},
-        {"GEMM": 76.544, "elementwise": 56.448, "copy": 47.424, "other": 5.664},
-        {},
-    ),
     "proton/h200_proton.hatchet": (
         ("proton", "CUDA, architecture 90, 132 SMs", None, 14, 60),
         {"total": 676.058},
