@@ -25,8 +25,3 @@ def test_totals_of_the_presets(preset, millions, tflop) -> None:
     assert flops.parameter_count(sizes(preset)) / 1e6 == pytest.approx(millions, abs=0.01)
     step = flops.step_flops(sizes(preset), shape.batch_size, shape.seq_len)
     assert step.total / 1e12 == pytest.approx(tflop, rel=1e-3)
-
-
-def test_a_causal_model_is_credited_with_half_of_the_square() -> None:
-    whole = flops.attention_flops(sizes("medium"), 16, 512, causal=False)
-    assert flops.attention_flops(sizes("medium"), 16, 512) == whole / 2

@@ -49,20 +49,20 @@ def matmul_flops(config: Sizes, tokens: int) -> float:
     return 2.0 * (parameter_count(config) - norms) * tokens
 
 
-def attention_flops(config: Sizes, batch_size: int, seq_len: int, *, causal: bool = True) -> float:
+def attention_flops(config: Sizes, batch_size: int, seq_len: int) -> float:
     """Operations of q k' and of probabilities x v in all layers, forward.
 
     Causal attention needs half of the (T, T) square; a version that materialises the scores
-    computes all of it (`causal=False`), but is credited with the useful half.
+    computes all of it, but is credited with the useful half.
     """
     square = 2.0 * 2.0 * batch_size * seq_len * seq_len * config.hidden_dim * config.num_layers
-    return square / 2 if causal else square
+    return square / 2
 
 
-def step_flops(config: Sizes, batch_size: int, seq_len: int, *, causal: bool = True) -> StepFlops:
+def step_flops(config: Sizes, batch_size: int, seq_len: int) -> StepFlops:
     """Operations of one training step on (batch_size, seq_len) tokens."""
     products = matmul_flops(config, batch_size * seq_len)
-    return StepFlops(products + attention_flops(config, batch_size, seq_len, causal=causal))
+    return StepFlops(products + attention_flops(config, batch_size, seq_len))
 
 
 def step_tflops(config: Sizes, batch_size: int, seq_len: int, step_ms: float) -> float:
