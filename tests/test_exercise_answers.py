@@ -90,7 +90,7 @@ alone."""
 
 @pytest.fixture(scope="module", autouse=True)
 def read_once() -> Iterator[None]:
-    """What costs seconds to read is read once: a trace, and V3's lines."""
+    """A trace and V3's lines, which take seconds to read, are read once."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((loaded("pipeline_2_trace"), "read"), (gluon_count, "lines")):
             patch.setattr(owner, name, functools.cache(getattr(owner, name)))

@@ -119,8 +119,7 @@ TOOLS: dict[str, tuple[Callable[[Path], object], dict[str, Any]]] = {
         write_workload, {"fastest_gbs": 30.7, "ridge": 150, "intensity": 1.67, "side": "memory"},
     ),
 }  # fmt: skip
-"""Of each what writes its outputs, and the right answers to them: those to the recorded ones are
-others."""
+"""The writer of a tool's outputs, and the right answers to these, not to the recorded ones."""
 
 
 @pytest.mark.parametrize("tool", TOOLS)

@@ -104,7 +104,7 @@ FAULTS = {
     "weight's gradient of the last chunk alone": (LOSS, "first=start == 0", "first=True"),
     "padding in the sum": ("linear_cross_entropy-1x8x5", "v < V, x, float", "v < V + 3, x, float"),
     "sum for mean in the backward pass": (LOSS, "tl.load(dloss_ptr) / N", "tl.load(dloss_ptr)"),
-    "weight's gradient not scaled": (LOSS, "words_b, factor", "words_b, 1.0"),
+    "weight's gradient not scaled": (LOSS, "numel_b, factor", "numel_b, 1.0"),
 }  # fmt: skip
 
 

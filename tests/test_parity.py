@@ -710,12 +710,17 @@ def test_the_command_line_takes_a_version_or_a_participants_model(
     assert "furthest beyond its limit" in first
     assert gate_command.main([*words, "--version", "v2"]) == 0
     assert "pass: gradients 11/11" in capsys.readouterr().out
+    needs = "from workshop.errors import NotOnThisMachine\nraise NotOnThisMachine('no card')\n"
+    assert gate_command.main([*words, "--model", write("needs", "import torch\n", needs)]) == 77
+    assert capsys.readouterr().err == "error: no card\n"
     broken = write("broken", "import torch\n", "import torch, missing_one\n")
     for given, said in (
         (["--model", "nothing.py"], "nothing.py: no such file"),
         (["--model", f"{file}:Llama"], "there is no Llama in it"),
         (["--model", write("fewer_fields", eps, "")], "TinyLlamaConfig needs V1's fields"),
-        (["--model", broken], "broken.py:"),
+        (["--model", broken], "in <module>: ModuleNotFoundError"),
+        (["--model", str(tmp_path)], "no such file"),
+        (["--model", __file__.replace("test_parity.py", "../Makefile")], "must end in .py"),
         (["--version", "v9"], "error: unknown version 'v9'"),
         ([], "--version or --model"),
     ):

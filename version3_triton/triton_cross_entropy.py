@@ -29,8 +29,8 @@ from triton_linear import has_wide_products
 # A chunk has 4096 tokens, which fill the chip with a product; more while its logits are few.
 CHUNK_ROWS = 4096
 CHUNK_LOGITS = 2**26
-# Words: cuBLAS multiplies matrices several times as fast if all sides are multiples, and the loss's
-# kernel takes 8 neighbours at once.
+# cuBLAS multiplies matrices several times as fast if all sides are multiples, and the loss's kernel
+# takes 8 neighbours at once.
 ALIGNED = 8
 
 
@@ -102,29 +102,29 @@ def launch(R: int, width_groups: int) -> tuple[int, dict[str, int]]:
 
 
 @triton.jit
-def _scaled(x_ptr, y_ptr, block, words, factor, BLOCK: tl.constexpr):
+def _scaled(x_ptr, y_ptr, block, numel, factor, BLOCK: tl.constexpr):
     """y = factor x of one block."""
     i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + i, mask=i < words).to(tl.float32)
-    tl.store(y_ptr + i, (factor * x).to(y_ptr.dtype.element_ty), mask=i < words)
+    x = tl.load(x_ptr + i, mask=i < numel).to(tl.float32)
+    tl.store(y_ptr + i, (factor * x).to(y_ptr.dtype.element_ty), mask=i < numel)
 
 
 @triton.jit
 def _cross_entropy_backward_kernel(
-    dloss_ptr, N, a_ptr, b_ptr, scaled_a_ptr, scaled_b_ptr, words_a, words_b, BLOCK: tl.constexpr
+    dloss_ptr, N, a_ptr, b_ptr, scaled_a_ptr, scaled_b_ptr, numel_a, numel_b, BLOCK: tl.constexpr
 ):
     """Both gradients of the mean from those of the sum, times dloss."""
     wait_for_previous()
     factor = tl.load(dloss_ptr) / N
-    block, blocks_a = tl.program_id(0), tl.cdiv(words_a, BLOCK)
+    block, blocks_a = tl.program_id(0), tl.cdiv(numel_a, BLOCK)
     if block < blocks_a:
-        _scaled(a_ptr, scaled_a_ptr, block, words_a, factor, BLOCK)
+        _scaled(a_ptr, scaled_a_ptr, block, numel_a, factor, BLOCK)
     else:
-        _scaled(b_ptr, scaled_b_ptr, block - blocks_a, words_b, factor, BLOCK)
+        _scaled(b_ptr, scaled_b_ptr, block - blocks_a, numel_b, factor, BLOCK)
 
 
-# Words of a program, and its warps. sm: swept on an H200. gfx: unmeasured.
-BACKWARD_WORDS = {"sm": (4096, 8), "gfx": (4096, 8), "interpreter": (2**16, 1)}
+# Elements of a program, and its warps. sm: swept on an H200. gfx: unmeasured.
+SCALE_BLOCKS = {"sm": (4096, 8), "gfx": (4096, 8), "interpreter": (2**16, 1)}
 
 
 # --- operators ----------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def linear_cross_entropy_backward(
     PyTorch's product takes several times as long where the result has another dtype."""
     hidden_gradient = torch.empty_like(dhidden, dtype=hidden_dtype)
     weight_gradient = torch.empty_like(dweight, dtype=weight_dtype)
-    block, warps = tuned(BACKWARD_WORDS)
+    block, warps = tuned(SCALE_BLOCKS)
     _cross_entropy_backward_kernel[(cdiv(dhidden.numel(), block) + cdiv(dweight.numel(), block),)](
         dloss, len(dhidden), dhidden, dweight, hidden_gradient, weight_gradient,
         dhidden.numel(), dweight.numel(), BLOCK=block, **launch_options(warps),

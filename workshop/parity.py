@@ -25,10 +25,10 @@ from workshop.gate.parity import ParityReport, check
 from workshop.run import flops, hardware, interpreter, presets, trainer
 from workshop.run.precision import LADDER, get_precision
 
+__all__ = ["ParityReport", "canonical_gradients", "check", "load_canonical", "main"]
+
 MOST_REASONS = 10
 """Lines on what is wrong: one fault may change every gradient."""
-
-__all__ = ["ParityReport", "canonical_gradients", "check", "load_canonical", "main"]
 
 
 @dataclass

@@ -268,11 +268,11 @@ def load_mine(place: str, otherwise: str = "") -> tuple[ModuleType, Any]:
     path = path.resolve()
     try:
         module = load_file(path, f"mine_{path.stem}_{zlib.crc32(bytes(path)):08x}")
+    except WorkshopError:  # it imports a version, and says itself what is missing
+        raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        where = f"{path}:{lines[-1]}" if lines else str(path)
-        raise WorkshopError(f"{where}: {type(error).__name__}: {error}") from error
+        place = last_line(error, path) or str(path)
+        raise WorkshopError(f"{place}: {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
         raise WorkshopError(f"{path}: there is no {name} in it")
     return module, getattr(module, name)
@@ -282,11 +282,20 @@ def mine_file(place: str, otherwise: str = "") -> tuple[Path, str]:
     """The file and the name of `load_mine`, which raises the same; nothing is imported."""
     file, colon, name = place.rpartition(":")
     path, name = (Path(file), name) if colon else (Path(place), otherwise)
-    if not path.is_file() or path.suffix != ".py":
-        raise WorkshopError(f"{path}: no such file of Python, whose name ends in .py")
+    if not path.is_file():
+        raise WorkshopError(f"{path}: no such file")
+    if path.suffix != ".py":
+        raise WorkshopError(f"{path}: the name of a Python file must end in .py")
     if not name:
         raise WorkshopError(f"{path}: the name in it is missing: {path}:NAME")
     return path, name
+
+
+def last_line(error: BaseException, path: Path) -> str:
+    """The last line of a file that an error passed, "FILE.py:LINE in FUNCTION"; empty if none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [frame for frame in frames if frame.filename == str(path.resolve())]
+    return f"{path.name}:{found[-1].lineno} in {found[-1].name}" if found else ""
 
 
 def load(key: str) -> ModuleType:

@@ -40,7 +40,6 @@ from workshop.gate.parity import (
     ROUNDING_UNITS,
     Measure,
 )
-from workshop.results import PASS
 from workshop.run import trainer
 from workshop.run.precision import get_precision, kept_matmul_mode
 
@@ -394,8 +393,7 @@ def summary(audit: results.Audit) -> str:
     """One line: the verdict and the figures behind it."""
     if audit.status == "not run":
         return audit.why
-    verdict = PASS if audit.status == "pass" else parity.fails(audit.failures)
-    line = f"{verdict}: {audit.steps} steps, compared with {audit.reference}"
+    line = f"{parity.verdict(audit.failures)}: {audit.steps} steps, compared with {audit.reference}"
     closest = audit.closest()
     if closest is not None:
         line += f"; {parity.closest(*closest)}"

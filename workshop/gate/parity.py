@@ -55,6 +55,7 @@ from workshop.gate.outcome import (
     relative_rms,
     run,
 )
+from workshop.results import FAIL, PASS
 from workshop.run import float8, hardware, startup, trainer
 from workshop.run.precision import LADDER, get_precision, kept_matmul_mode
 
@@ -145,8 +146,10 @@ def badness(measure: Measure) -> float:
     return math.inf if math.isnan(measure.error) else measure.error / measure.allowed
 
 
-def fails(failures: list[str]) -> str:
-    return f"FAIL, {len(failures)} reason{'s' if len(failures) > 1 else ''}"
+def verdict(failures: list[str]) -> str:
+    """`pass`, or `FAIL` and the number of reasons."""
+    reasons = f"{len(failures)} reason{'s' if len(failures) > 1 else ''}"
+    return f"{FAIL}, {reasons}" if failures else PASS
 
 
 def closest(name: str, error: float, allowed: float) -> str:
@@ -179,8 +182,8 @@ class ParityReport:
 
     def summary(self) -> str:
         """One line: the verdict and the figures behind it."""
-        verdict = "pass" if self.passed else fails(self.failures)
-        line = f"{verdict}: gradients {self.tensors_with_grad}/{self.tensors_total}"
+        gradients = f"gradients {self.tensors_with_grad}/{self.tensors_total}"
+        line = f"{verdict(self.failures)}: {gradients}"
         if self.measures:
             name, measure = self.worst
             line += f"; {closest(name, measure.error, measure.allowed)}"

@@ -243,6 +243,10 @@ def jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> It
     call = lambda: loss.linear_cross_entropy_forward(hidden, head, targets, dtype, True)  # noqa: E731
     blocks = [(1, 32 * w * steps, w) for w in (4, 8, 16, 32) for steps in (1, 2, 4)]
     yield Job(loss, "BLOCKS", blocks, call)
+    of_sum, dloss = call()[1:], torch.tensor(1.5, device=device)
+    scale = lambda: loss.linear_cross_entropy_backward(dloss, *of_sum, hidden.dtype, head.dtype)  # noqa: E731
+    blocks = list(itertools.product((1024, 2048, 4096, 8192), (4, 8, 16)))
+    yield Job(loss, "SCALE_BLOCKS", blocks, scale)
 
 
 def _attention_jobs(attention: Any, q: Tensor, dout: Tensor, k: Tensor, v: Tensor) -> Iterator[Job]:

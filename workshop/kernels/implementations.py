@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -133,12 +132,9 @@ class Implementations:
         """Where a participant's file raised an error, or how its function is called."""
         if message.values.get("name") != MINE:
             return ""
-        file = versions.mine_file(self._mine)[0].resolve()
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
-        if frames:
-            return f" ({file.name}:{frames[-1].lineno} in {frames[-1].name})"
-        wrong_call = isinstance(error, TypeError)
-        return f"; it is called as {self.case.signature}" if wrong_call else ""
+        if line := versions.last_line(error, versions.mine_file(self._mine)[0]):
+            return f" ({line})"
+        return f"; it is called as {self.case.signature}" if isinstance(error, TypeError) else ""
 
     def _find_mine(self, name: str) -> Answer:
         """Imports a participant's file, which the judge never does."""

@@ -456,7 +456,7 @@ def start_process(device: torch.device, hear: Hear) -> Process:
 
 
 def show_line(line: str) -> None:
-    """Shows what a participant's function has printed, or another implementation beside it."""
+    """Shows a line that a participant's function, or another implementation, has printed."""
     print(f"  | {line}", file=sys.stderr)
 
 

@@ -266,7 +266,7 @@ class Kernel:
 
 
 def read_kernel(chip: Chip, launch: Launch, used_by: str) -> Kernel:
-    """The resources of a compiled launch, or why there is none."""
+    """The resources of a compiled launch, or why it does not compile."""
     kernel = Kernel(chip.name, launch.kernel, [used_by])
     kernel.constants = {n: v for n, v in launch.constants.items() if isinstance(v, int)}
     # A loop's own number of stages goes before the launch's.

@@ -22,7 +22,7 @@ WORKERS = 2
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiled kernel of a tile, or in a sentence why there is none."""
+    """The compiled kernel of a tile, or a sentence that says why it is missing."""
 
     kernel: Kernel | None = None
     fault: str = ""
